@@ -1,0 +1,1 @@
+"""The language model both sides run: families, LoRA, weights, sampling engine, chat formats, adapter store."""

