@@ -196,8 +196,10 @@ class Episode:
         for name in ("loss_mask_T", "logprobs_T"):
             if getattr(self, name).shape != (length,):
                 raise ValueError(f"episode {self.episode_id}: {name} must have shape ({length},) like tokens_T")
-        if self.loss_mask_T[: self.prompt_length].any() or self.prompt_length > length:
+        if self.loss_mask_T[: max(1, self.prompt_length)].any() or not 0 <= self.prompt_length <= length:
             raise ValueError(f"episode {self.episode_id}: prompt tokens must exist and lie outside the loss mask")
+        if self.logprobs_T[~self.loss_mask_T].any():
+            object.__setattr__(self, "logprobs_T", np.where(self.loss_mask_T, self.logprobs_T, np.float32(0)))
 
     def __len__(self) -> int:
         return len(self.tokens_T)

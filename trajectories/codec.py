@@ -1,0 +1,238 @@
+"""The wire format: safetensors layout for arrays, JSON metadata with a schema version, zstd level 1.
+
+    bytes = MAGIC ("HRC1") + zstd( safetensors( arrays; __metadata__ = {schema, type, body} ) )
+
+Invariant: `decode(encode(x), type(x))` equals x bit for bit, and bytes that are not exactly such a message raise a
+named CodecError; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import zstandard
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from trajectories.packing import restore, without_arrays
+from trajectories.schema import Closing, DeadLetter, Episode, Heartbeat, Pack, Row, Task, Verdict, Version
+
+MAGIC = b"HRC1"
+SCHEMA_VERSION = 1
+MAX_MESSAGE_BYTES = 3_500_000
+"""Of an encoded message: under gRPC's 4 MiB default, with room for the envelope."""
+MAX_DECODED_BYTES = 256_000_000
+"""A bound on what a small malicious message may unfold to."""
+
+Message = Task | Episode | Closing | Pack | Verdict | Heartbeat | DeadLetter
+MESSAGE_TYPES: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (Task, Episode, Closing, Pack, Verdict, Heartbeat, DeadLetter, Row)
+}
+M = TypeVar("M")
+
+
+class CodecError(ValueError):
+    """These bytes are no message that this version of Headrace can read."""
+
+
+class Truncated(CodecError):
+    """The message ends too early."""
+
+
+class Oversized(CodecError):
+    """The message is larger than a message may be."""
+
+
+class Foreign(CodecError):
+    """The bytes are no Headrace message, or one of another type than was expected."""
+
+
+class FutureVersion(CodecError):
+    """Written by a schema version that this reader does not know."""
+
+
+class Malformed(CodecError):
+    """The frame is right, and what it holds is not."""
+
+
+def encode(message: Message, *, limit: int | None = MAX_MESSAGE_BYTES) -> bytes:
+    """Bytes of one message; raises Oversized beyond `limit` bytes (None: no bound, for storage)."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    body = _pack(without_arrays(message) if isinstance(message, Pack) else message, arrays)
+    metadata = {
+        "schema": str(SCHEMA_VERSION),
+        "type": type(message).__name__,
+        "body": json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=True),
+    }
+    data = MAGIC + zstandard.ZstdCompressor(level=1, write_content_size=True).compress(save(arrays, metadata))
+    if limit is not None and len(data) > limit:
+        raise Oversized(
+            f"a {type(message).__name__} of {len(data)} bytes exceeds the limit of {limit}: "
+            "lower group_size, the episode length or closings_per_pack"
+        )
+    return data
+
+
+def decode(data: bytes, expect: type[M], *, limit: int | None = MAX_MESSAGE_BYTES) -> M:
+    """The message in `data`, which must be of type `expect`; raises a CodecError that names the fault."""
+    if limit is not None and len(data) > limit:
+        raise Oversized(f"a message of {len(data)} bytes exceeds the limit of {limit}")
+    if len(data) < len(MAGIC):
+        raise Truncated(f"{len(data)} bytes are too few for a message")
+    if data[: len(MAGIC)] != MAGIC:
+        raise Foreign(f"a message begins with {MAGIC!r}, these bytes with {bytes(data[:8])!r}")
+    content = _decompress(data[len(MAGIC) :])
+    metadata = _metadata(content)
+    try:
+        schema = int(metadata["schema"])
+        name, body = metadata["type"], json.loads(metadata["body"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise Malformed(f"the message's metadata lack schema, type or body: {error!r}") from error
+    if schema > SCHEMA_VERSION:
+        raise FutureVersion(
+            f"the message has schema version {schema}, this process reads up to {SCHEMA_VERSION}: "
+            "update it, or restart both sides from one image"
+        )
+    if name != expect.__name__:
+        raise Foreign(f"expected a {expect.__name__}, found a {name}")
+    try:
+        arrays = load(content)
+        result = _unpack(body, expect, arrays)
+        if isinstance(result, Pack):
+            result = dataclasses.replace(result, closings=restore(result.rows, result.closings))
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise Malformed(f"the {name} does not have the fields or arrays of its type: {error!r}") from error
+    return typing.cast(M, result)
+
+
+def attributes(message: Message) -> dict[str, str]:
+    """Message attributes: run id and type, and bucket and oldest version where they exist."""
+    found = {"run_id": message.run_id, "type": type(message).__name__, "schema": str(SCHEMA_VERSION)}
+    if isinstance(message, Pack):
+        found["bucket"] = str(message.bucket)
+    if isinstance(message, Pack | Episode | Closing | Verdict) and message.oldest_version is not None:
+        found["oldest_version"] = str(message.oldest_version)
+    if isinstance(message, DeadLetter):
+        found["stage"] = message.stage
+    return found
+
+
+def _decompress(data: bytes) -> bytes:
+    try:
+        size = zstandard.frame_content_size(data)
+    except zstandard.ZstdError as error:
+        raise Truncated(f"the compressed frame is cut short: {error}") from error
+    if size < 0:
+        raise Malformed("the compressed frame does not state its size")
+    if size > MAX_DECODED_BYTES:
+        raise Oversized(f"the message unfolds to {size} bytes, more than {MAX_DECODED_BYTES}")
+    try:
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        content = decompressor.decompress(data)
+    except zstandard.ZstdError as error:
+        raise Malformed(f"the compressed frame is damaged: {error}") from error
+    if len(content) != size or not decompressor.eof:
+        raise Truncated(f"the message should unfold to {size} bytes and gave {len(content)}")
+    if decompressor.unused_data:
+        raise Malformed(f"{len(decompressor.unused_data)} bytes follow the end of the message")
+    return content
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    try:
+        size = int.from_bytes(content[:8], "little")
+        if len(content) < 8 + size:
+            raise Truncated("the safetensors header is cut short")
+        metadata = json.loads(content[8 : 8 + size])["__metadata__"]
+        if not isinstance(metadata, dict):
+            raise TypeError(type(metadata).__name__)
+    except CodecError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise Malformed(f"the safetensors header cannot be read: {error!r}") from error
+    return metadata
+
+
+def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+    """JSON for `value`, its arrays moved into `arrays` and named there by number."""
+    if isinstance(value, np.ndarray):
+        name = str(len(arrays))
+        arrays[name] = np.ascontiguousarray(value)
+        return name
+    if isinstance(value, Version):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [_pack(getattr(value, field.name), arrays) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return {str(key): _pack(item, arrays) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_pack(item, arrays) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+@cache
+def _fields(cls: Any) -> tuple[tuple[str, Any], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+
+
+_SCALARS: dict[type[Any], tuple[type[Any], ...]] = {
+    int: (int,),
+    float: (float, int),
+    str: (str,),
+    bool: (bool,),
+}
+
+
+def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+    """The inverse of `_pack` for a value of type `hint`; raises TypeError or ValueError where the JSON has another."""
+    origin = typing.get_origin(hint)
+    if origin is np.ndarray:
+        dtype = np.dtype(typing.get_args(typing.get_args(hint)[1])[0])
+        array = arrays[value]
+        if array.dtype != dtype or array.ndim != 1:
+            raise TypeError(f"array {value} is {array.dtype}{array.shape}, expected one axis of {dtype}")
+        return array
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+        return None if value is None else _unpack(value, inner, arrays)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"expected a list, found {type(value).__name__}")
+        return tuple(_unpack(item, typing.get_args(hint)[0], arrays) for item in value)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
+            raise TypeError(f"expected an object, found {type(value).__name__}")
+        return {key: _unpack(item, typing.get_args(hint)[1], arrays) for key, item in value.items()}
+    if hint is Any:
+        return value
+    if hint is Version:
+        return Version.parse(value)
+    if hint is bytes:
+        return base64.b64decode(value, validate=True)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    if dataclasses.is_dataclass(hint):
+        make = typing.cast(type[Any], hint)
+        fields = _fields(make)
+        if not isinstance(value, list) or len(value) != len(fields):
+            raise TypeError(f"a {make.__name__} has {len(fields)} fields")
+        return make(*(_unpack(item, field_hint, arrays) for item, (_, field_hint) in zip(value, fields, strict=True)))
+    if not isinstance(value, _SCALARS[hint]) or (isinstance(value, bool) and hint is not bool):
+        raise TypeError(f"expected {hint.__name__}, found {value!r:.80}")
+    return hint(value)
