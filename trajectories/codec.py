@@ -229,7 +229,7 @@ def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -
         return hint(value)
     if dataclasses.is_dataclass(hint):
         make = typing.cast(type[Any], hint)
-        fields = _fields(make)
+        fields = _fields(make)  # type: ignore[arg-type]
         if not isinstance(value, list) or len(value) != len(fields):
             raise TypeError(f"a {make.__name__} has {len(fields)} fields")
         return make(*(_unpack(item, field_hint, arrays) for item, (_, field_hint) in zip(value, fields, strict=True)))

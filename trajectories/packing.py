@@ -105,7 +105,7 @@ def unpack(packed: Pack) -> tuple[Closing, ...]:
 
 
 def without_arrays(packed: Pack) -> Pack:
-    """The pack with the arrays of its closings' episodes left out: its rows hold them, and a message sends them once."""
+    """The pack with the arrays of its closings' episodes left out, for a message: its rows hold them."""
     closings = tuple(
         dataclasses.replace(closing, episodes=tuple(_header(episode) for episode in closing.episodes))
         for closing in packed.closings
@@ -124,7 +124,7 @@ def _header(episode: Episode) -> Episode:
 
 
 def restore(rows: Sequence[Row], headers: Sequence[Closing]) -> tuple[Closing, ...]:
-    """Fill the episodes of closings that stand `without_arrays` from the rows; raises ValueError where a row lacks one of them."""
+    """Fill the episodes of closings that are `without_arrays`; raises ValueError where the rows lack one of them."""
     places: dict[tuple[str, int], tuple[Row, Segment]] = {}
     for row in rows:
         for segment in row.segments:
