@@ -1,0 +1,171 @@
+"""The loss equals its formula, stays finite, and counts only what is in the mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from learner.losses import MAX_LOG_RATIO, LossSettings, add_sums, no_sums, policy_loss
+
+COUNT = 257
+
+
+def tokens(seed, spread=0.3):
+    rng = np.random.default_rng(seed)
+    logprobs = -rng.exponential(1.0, COUNT)
+    return {
+        "logprobs_N": logprobs.astype(np.float32),
+        "behaviour_N": (logprobs + spread * rng.normal(size=COUNT)).astype(np.float32),
+        "advantages_N": rng.normal(size=COUNT).astype(np.float32),
+        "mask_N": rng.random(COUNT) < 0.7,
+    }
+
+
+def reference_loss(loss, logprobs_N, behaviour_N, advantages_N, mask_N, proximal_N=None, reference_N=None):
+    """The module's formula in NumPy: value, d value / d logprobs, and the sums that people read."""
+    value, grad_N = 0.0, np.zeros(COUNT)
+    sums = dict.fromkeys(("clipped", "capped", "abs_log_ratio", "behaviour_kl", "weight", "weight_squared"), 0.0)
+    for n in np.flatnonzero(mask_N):
+        prox = logprobs_N[n] if proximal_N is None else proximal_N[n]
+        ratio, importance = np.exp(logprobs_N[n] - prox), np.exp(prox - behaviour_N[n])
+        weight = min(importance, loss.importance_cap) if loss.importance_weights else 1.0
+        bounded = np.clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
+        clipped = bounded * advantages_N[n] < ratio * advantages_N[n]
+        term = -min(ratio * advantages_N[n], bounded * advantages_N[n])
+        slope = 0.0 if clipped else -ratio * advantages_N[n]
+        if reference_N is not None:
+            x = reference_N[n] - logprobs_N[n]
+            term += loss.kl_coefficient * (np.exp(x) - x - 1)
+            slope += loss.kl_coefficient * (1 - np.exp(x))
+        value, grad_N[n] = value + weight * term, weight * slope
+        log_ratio = logprobs_N[n] - behaviour_N[n]
+        sums["clipped"] += clipped
+        sums["capped"] += loss.importance_weights and importance > loss.importance_cap
+        sums["abs_log_ratio"] += abs(log_ratio)
+        sums["behaviour_kl"] += np.exp(log_ratio) - log_ratio - 1
+        sums["weight"] += importance
+        sums["weight_squared"] += importance**2
+    return value, grad_N, sums
+
+
+@pytest.mark.parametrize("proximal", [False, True])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossSettings(),
+        LossSettings(importance_weights=False),
+        LossSettings(clip_low=0.1, clip_high=0.1, importance_cap=1.1),
+        LossSettings(kl_coefficient=0.1),
+    ],
+)
+def test_value_gradient_and_sums_equal_the_formula(loss, proximal):
+    data = tokens(0)
+    rng = np.random.default_rng(1)
+    extra = {}
+    if proximal:
+        extra["proximal_N"] = (data["logprobs_N"] + 0.3 * rng.normal(size=COUNT)).astype(np.float32)
+    if loss.kl_coefficient:
+        extra["reference_N"] = (data["logprobs_N"] + 0.3 * rng.normal(size=COUNT)).astype(np.float32)
+    rest = {name: data[name] for name in ("behaviour_N", "advantages_N", "mask_N")}
+    (value, sums), grad_N = jax.value_and_grad(lambda x: policy_loss(x, **rest, settings=loss, **extra), has_aux=True)(
+        jnp.asarray(data["logprobs_N"])
+    )
+    expected, expected_grad_N, expected_sums = reference_loss(loss, **data, **extra)
+    np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(grad_N, expected_grad_N, rtol=1e-4, atol=1e-5)
+    assert sums.tokens == data["mask_N"].sum()
+    assert sums.invalid == 0
+    for name, number in expected_sums.items():
+        np.testing.assert_allclose(getattr(sums, name), number, rtol=1e-4, err_msg=name)
+    if proximal:
+        assert sums.clipped > 0
+
+
+def test_one_update_on_fresh_rows_is_plain_policy_gradient():
+    """Ratio and weight are both 1: the gradient with respect to log pi is minus the advantage."""
+    data = tokens(2)
+    data["behaviour_N"] = data["logprobs_N"]
+    logprobs_N = jnp.asarray(data.pop("logprobs_N"))
+    grad_N, sums = jax.grad(lambda x: policy_loss(x, **data, settings=LossSettings()), has_aux=True)(logprobs_N)
+    np.testing.assert_allclose(grad_N, np.where(data["mask_N"], -data["advantages_N"], 0), rtol=1e-6)
+    assert sums.max_abs_log_ratio == sums.clipped == sums.capped == 0
+    assert sums.weight**2 / sums.weight_squared == pytest.approx(float(sums.tokens))
+
+
+def test_masked_tokens_contribute_nothing_even_when_they_are_rubbish():
+    data = tokens(3)
+    out_N = ~data["mask_N"]
+    spoilt = {name: data[name].copy() for name in data}
+    spoilt["logprobs_N"][out_N] = -np.inf
+    spoilt["behaviour_N"][out_N] = np.nan
+    spoilt["advantages_N"][out_N] = 1e30
+
+    def of(data):
+        rest = {name: data[name] for name in ("behaviour_N", "advantages_N", "mask_N")}
+        return jax.value_and_grad(lambda x: policy_loss(x, **rest, settings=LossSettings()), has_aux=True)(
+            jnp.asarray(data["logprobs_N"])
+        )
+
+    (clean, clean_sums), clean_grad_N = of(data)
+    (value, sums), grad_N = of(spoilt)
+    assert value == clean
+    assert sums == clean_sums
+    np.testing.assert_array_equal(grad_N, clean_grad_N)
+
+
+ANY = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    logprobs_N=hnp.arrays(np.float32, 8, elements=ANY),
+    behaviour_N=hnp.arrays(np.float32, 8, elements=ANY),
+    advantages_N=hnp.arrays(np.float32, 8, elements=st.floats(-1e6, 1e6, width=32) | st.just(float("nan"))),
+    mask_N=hnp.arrays(np.bool_, 8),
+)
+def test_finite_for_any_log_probs(logprobs_N, behaviour_N, advantages_N, mask_N):
+    (value, sums), grad_N = jax.value_and_grad(
+        lambda x: policy_loss(x, behaviour_N, advantages_N, mask_N, LossSettings()), has_aux=True
+    )(jnp.asarray(logprobs_N))
+    assert np.isfinite(value)
+    assert np.isfinite(grad_N).all()
+    assert np.isfinite(np.array(sums)).all()
+    broken_N = ~(np.isfinite(logprobs_N) & np.isfinite(behaviour_N) & np.isfinite(advantages_N))
+    assert sums.invalid == (broken_N & mask_N).sum()
+    assert not np.asarray(grad_N)[~mask_N | broken_N].any()
+
+
+def test_a_stale_token_never_weighs_more_than_the_cap():
+    logprobs_N, behaviour_N = jnp.array([0.0, -50.0]), jnp.array([-50.0, 0.0])
+    grad_N, sums = jax.grad(
+        lambda x: policy_loss(x, behaviour_N, jnp.ones(2), jnp.ones(2, bool), LossSettings(importance_cap=2.0)),
+        has_aux=True,
+    )(logprobs_N)
+    np.testing.assert_allclose(grad_N, [-2.0, -np.exp(-MAX_LOG_RATIO)], rtol=1e-5)
+    assert sums.capped == 1
+
+
+def test_sums_of_two_halves_are_the_sums_of_the_whole():
+    data = tokens(4)
+    half = {name: x[: COUNT // 2] for name, x in data.items()}
+    rest = {name: x[COUNT // 2 :] for name, x in data.items()}
+    _, whole = policy_loss(**data, settings=LossSettings())
+    joined = add_sums(no_sums(), add_sums(*(policy_loss(**part, settings=LossSettings())[1] for part in (half, rest))))
+    np.testing.assert_allclose(joined, whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "mend"),
+    [
+        ({"clip_low": 0.0}, "usual value is 0.2"),
+        ({"clip_high": -1.0}, "usual value is 0.28"),
+        ({"importance_cap": 0.0}, "importance_weights=false"),
+        ({"kl_coefficient": -0.1}, "0 turns the penalty off"),
+    ],
+)
+def test_impossible_settings_are_refused_with_the_mend(change, mend):
+    with pytest.raises(ValueError, match=mend):
+        LossSettings(**change)
