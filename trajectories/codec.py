@@ -1,6 +1,6 @@
 """The wire format: safetensors layout for arrays, JSON metadata with a schema version, zstd level 1.
 
-    bytes = MAGIC ("HRC1") + zstd( safetensors( arrays; __metadata__ = {schema, type, body} ) )
+    bytes = MAGIC ("HRC1") + zstd( safetensors( arrays; __metadata__ = {"headrace": JSON of {schema, type, body}} ) )
 
 Invariant: `decode(encode(x), type(x))` equals x bit for bit, and bytes that are not exactly such a message raise a
 named CodecError; nothing is ever unpickled.
@@ -28,6 +28,7 @@ from trajectories.schema import Closing, DeadLetter, Episode, Heartbeat, Pack, R
 
 MAGIC = b"HRC1"
 SCHEMA_VERSION = 1
+METADATA_KEY = "headrace"
 MAX_MESSAGE_BYTES = 3_500_000
 """Of an encoded message: under gRPC's 4 MiB default, with room for the envelope."""
 MAX_DECODED_BYTES = 256_000_000
@@ -68,11 +69,9 @@ def encode(message: Message, *, limit: int | None = MAX_MESSAGE_BYTES) -> bytes:
     """Bytes of one message; raises Oversized beyond `limit` bytes (None: no bound, for storage)."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     body = _pack(without_arrays(message) if isinstance(message, Pack) else message, arrays)
-    metadata = {
-        "schema": str(SCHEMA_VERSION),
-        "type": type(message).__name__,
-        "body": json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=True),
-    }
+    envelope = {"schema": SCHEMA_VERSION, "type": type(message).__name__, "body": body}
+    # One metadata key: safetensors writes several in random order, and equal messages should be equal bytes.
+    metadata = {METADATA_KEY: json.dumps(envelope, separators=(",", ":"), ensure_ascii=False)}
     data = MAGIC + zstandard.ZstdCompressor(level=1, write_content_size=True).compress(save(arrays, metadata))
     if limit is not None and len(data) > limit:
         raise Oversized(
@@ -93,8 +92,8 @@ def decode(data: bytes, expect: type[M], *, limit: int | None = MAX_MESSAGE_BYTE
     content = _decompress(data[len(MAGIC) :])
     metadata = _metadata(content)
     try:
-        schema = int(metadata["schema"])
-        name, body = metadata["type"], json.loads(metadata["body"])
+        envelope = json.loads(metadata[METADATA_KEY])
+        schema, name, body = int(envelope["schema"]), envelope["type"], envelope["body"]
     except (KeyError, ValueError, TypeError) as error:
         raise Malformed(f"the message's metadata lack schema, type or body: {error!r}") from error
     if schema > SCHEMA_VERSION:

@@ -103,8 +103,7 @@ class FolderStorage:
 
     def write(self, name: str, data: bytes, *, if_generation: int | None = None) -> int:
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+        descriptor, temporary = _temporary(path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
@@ -229,6 +228,14 @@ class GoogleStorage:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{_checked(name)}".lstrip("/")
+
+
+def _temporary(folder: Path) -> tuple[int, str]:
+    """A new file in `folder`, which is made first; `delete` in another process may remove it in between."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return tempfile.mkstemp(prefix=".writing-", dir=folder)
 
 
 def _google_client() -> Any:

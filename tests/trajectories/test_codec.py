@@ -1,0 +1,160 @@
+import contextlib
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from tests.trajectories.strategies import closing_sets, dead_letters, episodes, heartbeats, tasks, verdicts
+from trajectories import codec
+from trajectories.codec import (
+    CodecError,
+    Foreign,
+    FutureVersion,
+    Malformed,
+    Oversized,
+    Truncated,
+    attributes,
+    decode,
+    encode,
+)
+from trajectories.packing import pack
+from trajectories.schema import Closing, Episode, Pack, Task, Verdict, Version, same
+
+packs = closing_sets().map(lambda closings: pack(closings, 200))
+messages = st.one_of(tasks, episodes(), verdicts, heartbeats, dead_letters, packs, closing_sets().map(lambda c: c[0]))
+
+
+def rewritten(data: bytes, **changes: Any) -> bytes:
+    """The same message with another envelope."""
+    content = zstandard.decompress(data[4:])
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    envelope = json.loads(header["__metadata__"][codec.METADATA_KEY]) | changes
+    return codec.MAGIC + zstandard.compress(save(load(content), {codec.METADATA_KEY: json.dumps(envelope)}))
+
+
+@given(messages)
+@settings(max_examples=300, deadline=None)
+def test_every_message_comes_back_bit_for_bit(message: Any) -> None:
+    assert same(decode(encode(message), type(message)), message)
+
+
+@given(messages, st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_message_cut_anywhere_is_refused_by_name(message: Any, data: st.DataObject) -> None:
+    encoded = encode(message)
+    cut = data.draw(st.integers(0, len(encoded) - 1))
+    with pytest.raises(CodecError):
+        decode(encoded[:cut], type(message))
+
+
+@given(messages, st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_message_raises_nothing_but_codec_errors(message: Any, data: st.DataObject) -> None:
+    encoded = bytearray(encode(message))
+    place = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[place] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(CodecError):
+        decode(bytes(encoded), type(message))
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_foreign_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(CodecError):
+        decode(data, Task)
+
+
+def test_each_fault_has_its_name(one_closing: Closing) -> None:
+    encoded = encode(one_closing)
+    with pytest.raises(Truncated):
+        decode(encoded[: len(encoded) // 2], Closing)
+    with pytest.raises(Truncated):
+        decode(b"", Closing)
+    with pytest.raises(Foreign, match="begins with"):
+        decode(b"\x80\x04pickle...", Closing)
+    with pytest.raises(Foreign, match="expected a Task, found a Closing"):
+        decode(encoded, Task)
+    with pytest.raises(FutureVersion, match="update it"):
+        decode(rewritten(encoded, schema=2), Closing)
+    with pytest.raises(Malformed):
+        decode(rewritten(encoded, body=[1, 2]), Closing)
+    with pytest.raises(Malformed, match="follow the end"):
+        decode(encoded + b"more", Closing)
+    with pytest.raises(Oversized):
+        decode(encoded + bytes(codec.MAX_MESSAGE_BYTES), Closing)
+    with pytest.raises(Oversized, match="group_size"):
+        encode(one_closing, limit=100)
+
+
+def test_a_small_message_cannot_unfold_without_bound() -> None:
+    bomb = codec.MAGIC + zstandard.compress(bytes(codec.MAX_DECODED_BYTES + 1))
+    assert len(bomb) < 100_000
+    with pytest.raises(Oversized, match="unfolds"):
+        decode(bomb, Task)
+
+
+def test_wrong_types_inside_are_refused() -> None:
+    task = encode(Task("run", 1))
+    for text in (
+        '["run","1",0,"train",1,{},null,null]',
+        '["run",1,0,"dance",1,{},null,null]',
+        '["run",true,0,"train",1,{},null,null]',
+    ):
+        with pytest.raises(Malformed):
+            decode(rewritten(task, body=json.loads(text)), Task)
+
+
+def test_a_pack_whose_rows_lack_an_episode_is_refused(one_closing: Closing) -> None:
+    whole = pack([one_closing], 64)
+    hollow = dataclasses.replace(whole, rows=())
+    with pytest.raises(Malformed, match="no row holds episode"):
+        decode(encode(hollow), Pack)
+
+
+def test_a_pack_sends_each_token_once(one_closing: Closing) -> None:
+    big = dataclasses.replace(
+        one_closing,
+        episodes=tuple(dataclasses.replace(e, sample=sample) for sample, e in enumerate(one_closing.episodes * 16)),
+        advantages=one_closing.advantages * 16,
+    )
+    packed = pack([big], 256)
+    arrays = load(zstandard.decompress(encode(packed)[4:]))
+    assert {array.shape for array in arrays.values()} <= {(256,), (0,)}
+
+
+def test_attributes_route_without_decoding(one_closing: Closing) -> None:
+    assert attributes(pack([one_closing], 64)) == {
+        "run_id": "run",
+        "type": "Pack",
+        "schema": "1",
+        "bucket": "64",
+        "oldest_version": "4.2",
+    }
+
+
+def test_versions_are_read_strictly() -> None:
+    assert Version.parse("12.3") == Version(12, 3)
+    for wrong in ("12", "1.2.3", "-1.2", "a.b", "", "1.²"):
+        with pytest.raises(ValueError, match="step"):
+            Version.parse(wrong)
+
+
+def test_oldest_version_is_that_of_the_smallest_step(one_closing: Closing) -> None:
+    assert one_closing.oldest_version == Version(4, 2)
+    assert Verdict("run", 1, 0, codec.typing.cast(Any, "filtered"), "x").oldest_version is None
+
+
+def test_log_probs_outside_the_mask_are_zero(one_closing: Closing) -> None:
+    episode = one_closing.episodes[0]
+    noisy = dataclasses.replace(episode, logprobs_T=episode.logprobs_T - 1)
+    assert (noisy.logprobs_T[:4] == 0).all()
+    assert noisy.logprobs_T[4] == -2.5
+    with pytest.raises(ValueError, match="loss mask"):
+        dataclasses.replace(episode, loss_mask_T=~episode.loss_mask_T)
+    with pytest.raises(ValueError, match="shape"):
+        Episode("r", 0, 0, 0, 1, episode.tokens_T, episode.loss_mask_T[:-1], episode.logprobs_T, 4)
