@@ -1,0 +1,96 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), kept apart from the frozen base.
+
+    y = x W + ((x a) b) * alpha / rank
+
+An adapter is a pytree {target: {"a": [L, in, r], "b": [L, r, out]}} with the layer axis in front; it is never merged
+into W. With b = 0 the policy is the base exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from policy.families import PROJECTIONS
+
+if TYPE_CHECKING:
+    from policy.transformer import ModelConfig
+
+Adapter = dict[str, dict[str, Any]]
+"""{target: {"a": [L, in, r], "b": [L, r, out]}}, arrays of numpy or JAX."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Section `lora` of the run file."""
+
+    rank: int = 16
+    """Inner dimension r."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: tuple[str, ...] = PROJECTIONS
+    """The projections that get an adapter."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank must be at least 1, found {self.rank}")
+        if not (self.alpha > 0 and np.isfinite(self.alpha)):
+            raise ValueError(f"lora.alpha must be a number above 0, found {self.alpha}; 2 × rank is a usual choice")
+        unknown = [name for name in self.targets if name not in PROJECTIONS]
+        if unknown or not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ValueError(
+                f"lora.targets must name one or more of {', '.join(PROJECTIONS)}, each once, found {list(self.targets)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def adapter_shapes(config: ModelConfig, settings: LoraSettings) -> dict[str, dict[str, tuple[int, int, int]]]:
+    """{target: {"a": (L, in, r), "b": (L, r, out)}}."""
+    shapes = config.layer_shapes()
+    return {
+        name: {
+            "a": (config.num_layers, shapes[name][0], settings.rank),
+            "b": (config.num_layers, settings.rank, shapes[name][1]),
+        }
+        for name in settings.targets
+    }
+
+
+def init_adapter(config: ModelConfig, settings: LoraSettings, seed: int) -> Adapter:
+    """A fresh float32 adapter: a ~ N(0, 1/in), b = 0. A pure function of its arguments, on any machine."""
+    generator = np.random.default_rng(seed)
+    return {
+        name: {
+            "a": generator.standard_normal(shape["a"], np.float32) * np.float32(shape["a"][1] ** -0.5),
+            "b": np.zeros(shape["b"], np.float32),
+        }
+        for name, shape in adapter_shapes(config, settings).items()
+    }
+
+
+def zero_adapter(config: ModelConfig, settings: LoraSettings) -> Adapter:
+    """The adapter of the base itself: all zeros, float32, of the same shapes as a trained one."""
+    return {
+        name: {part: np.zeros(size, np.float32) for part, size in shape.items()}
+        for name, shape in adapter_shapes(config, settings).items()
+    }
+
+
+def layer_adapter(adapter: Adapter | None, layer: int) -> Adapter | None:
+    """Layer `layer`'s share: {target: {"a": [in, r], "b": [r, out]}}; None stays None."""
+    if adapter is None:
+        return None
+    return {name: {part: array[layer] for part, array in parts.items()} for name, parts in adapter.items()}
+
+
+def project(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> Any:
+    """x W + ((x a) b) * scale, for x [..., in] and W [in, out]; the plain product without an adapter."""
+    y = x @ weight
+    if adapter is None:
+        return y
+    return y + ((x @ adapter["a"].astype(x.dtype)) @ adapter["b"].astype(x.dtype)) * scale

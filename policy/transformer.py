@@ -1,0 +1,383 @@
+"""The decoder-only transformer that sampler and learner share: one block, two layouts of the same weights.
+
+Parameters are plain pytrees; the computation of a layer is `Block`, whose attention is injected, so that the engine
+(KV cache) and the learner (rows of packed segments) compute everything else with the same lines:
+
+    {"embed": [V, D], "final_norm": [D], "unembed": [D, V] if untied, "layers": X}
+
+where X is stacked (one dict of arrays with a leading layer axis; training scans over it) or unrolled (a list of dicts;
+CPU sampling runs fastest so). Matrices are [in, out].
+
+Axes: B batch, T sequence, S keys, D embedding, H query heads, K key/value heads, d head dimension, F MLP, V vocabulary,
+N any flat list of positions, L layers, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from policy.families import family_of
+from policy.lora import Adapter, layer_adapter, project
+
+Array = Any
+"""A JAX array; `Any` because JAX is not part of the type check."""
+Layer = Mapping[str, Array]
+Params = dict[str, Any]
+Attend = Callable[[Array, Array, Array], Array]
+"""(q_BTHd, k_BTKd, v_BTKd) -> o_BTHd; queries and keys are rotated already."""
+
+MASKED = -1e30
+"""Finite, so that a query that sees nothing gives a mean and not NaN."""
+LOGPROB_CHUNK = 128
+"""Positions whose logits exist at a time in `token_logprobs`."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything about a model that is not a weight."""
+
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    """The unembedding is the transposed embedding."""
+    max_context: int = 2048
+    """Tokens the model was trained to see at once."""
+    family: str = "llama"
+
+    def __post_init__(self) -> None:
+        family_of(self.family)
+        sizes = (
+            "vocab_size",
+            "num_layers",
+            "embed_dim",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_dim",
+            "max_context",
+        )
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, found {self.head_dim}")
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of one layer's parameters."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "input_norm": (self.embed_dim,),
+            "q_proj": (self.embed_dim, query),
+            "k_proj": (self.embed_dim, key),
+            "v_proj": (self.embed_dim, key),
+            "o_proj": (query, self.embed_dim),
+            "post_norm": (self.embed_dim,),
+            "gate_proj": (self.embed_dim, self.mlp_dim),
+            "up_proj": (self.embed_dim, self.mlp_dim),
+            "down_proj": (self.mlp_dim, self.embed_dim),
+        }
+
+    def model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the parameters outside the layers."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed": (self.vocab_size, self.embed_dim),
+            "final_norm": (self.embed_dim,),
+        }
+        if not self.tie_embeddings:
+            shapes["unembed"] = (self.embed_dim, self.vocab_size)
+        return shapes
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ModelConfig:
+        """Read what `to_json` wrote; ValueError names unknown and missing fields."""
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"a model config is a JSON object, found {type(found).__name__}")
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(found.keys() - fields.keys())
+        missing = sorted(n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in found)
+        if unknown or missing:
+            raise ValueError(f"model config: unknown fields {unknown}, missing fields {missing}")
+        return cls(**found)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x / sqrt(mean(x²) + eps) * weight, the statistics in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
+
+
+def rotate(x_BTHd: Array, positions_BT: Array, theta: float) -> Array:
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), halves paired as in Hugging Face's Llama: i with i + d/2."""
+    half = x_BTHd.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = (positions_BT[..., None].astype(jnp.float32) * frequency)[:, :, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    left, right = x_BTHd[..., :half].astype(jnp.float32), x_BTHd[..., half:].astype(jnp.float32)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x_BTHd.dtype)
+
+
+def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, visible_BTS: Array) -> Array:
+    """Grouped-query attention -> o_BTHd; scores and softmax in float32. Query head h reads key head h // (H / K)."""
+    B, T, H, d = q_BTHd.shape
+    K = k_BSKd.shape[2]
+    q = q_BTHd.reshape(B, T, K, H // K, d)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k_BSKd, preferred_element_type=jnp.float32) * d**-0.5
+    weights = jax.nn.softmax(jnp.where(visible_BTS[:, None, None], scores, MASKED), -1).astype(v_BSKd.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v_BSKd).reshape(B, T, H, d)
+
+
+def visible(segment_ids_BT: Array, parent_ids_BT: Array) -> Array:
+    """bool_BTT, [b, i, j]: token i attends to token j.
+
+    j <= i, and j lies in i's own segment or in its parent's (0 marks padding, which nobody sees but itself).
+    """
+    T = segment_ids_BT.shape[1]
+    own, parent, key = segment_ids_BT[:, :, None], parent_ids_BT[:, :, None], segment_ids_BT[:, None, :]
+    index = jnp.arange(T)
+    causal = index[:, None] >= index[None, :]
+    return (causal & (key != 0) & ((key == own) | (key == parent))) | jnp.eye(T, dtype=bool)
+
+
+class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of the type check
+    """One pre-norm decoder layer; its state is exactly the layer's dict of parameters."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        for name, shape in config.layer_shapes().items():
+            setattr(self, name, nnx.Param(jnp.zeros(shape)))
+
+    def __call__(
+        self,
+        x_BTD: Array,
+        positions_BT: Array,
+        attend: Attend,
+        adapter_layer: Adapter | None = None,
+        lora_scale: float | Array = 1.0,
+    ) -> Array:
+        """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`); targets it lacks stay the base."""
+        config = self.config
+
+        def linear(name: str, x: Array) -> Array:
+            adapter = None if adapter_layer is None else adapter_layer.get(name)
+            return project(x, getattr(self, name)[...], adapter, lora_scale)
+
+        def heads(name: str, x: Array, count: int) -> Array:
+            return linear(name, x).reshape(*x.shape[:2], count, config.head_dim)
+
+        h = rms_norm(x_BTD, self.input_norm[...], config.norm_eps)
+        q = rotate(heads("q_proj", h, config.num_heads), positions_BT, config.rope_theta)
+        k = rotate(heads("k_proj", h, config.num_kv_heads), positions_BT, config.rope_theta)
+        v = heads("v_proj", h, config.num_kv_heads)
+        x_BTD = x_BTD + linear("o_proj", attend(q, k, v).reshape(*x_BTD.shape[:2], -1))
+        h = rms_norm(x_BTD, self.post_norm[...], config.norm_eps)
+        return x_BTD + linear("down_proj", jax.nn.silu(linear("gate_proj", h)) * linear("up_proj", h))
+
+
+@functools.lru_cache(maxsize=16)
+def _block_graph(config: ModelConfig) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: Block(config)))[0]
+
+
+def make_block(config: ModelConfig, layer: Layer) -> Block:
+    """The block around one layer's parameters. Costs nothing at run time when called while tracing."""
+    return nnx.merge(_block_graph(config), dict(layer))  # type: ignore[no-any-return]
+
+
+def is_stacked(params: Params) -> bool:
+    """Whether the layers are one dict with a leading layer axis (else a list of dicts)."""
+    return isinstance(params["layers"], Mapping)
+
+
+def stack_layers(params: Params) -> Params:
+    """The same parameters with stacked layers; numpy stays numpy."""
+    if is_stacked(params):
+        return params
+    layers = params["layers"]
+    stack = np.stack if isinstance(layers[0]["q_proj"], np.ndarray) else jnp.stack
+    return {**params, "layers": {name: stack([layer[name] for layer in layers]) for name in layers[0]}}
+
+
+def unstack_layers(params: Params) -> Params:
+    """The same parameters with unrolled layers; numpy stays numpy (views)."""
+    if not is_stacked(params):
+        return params
+    layers = params["layers"]
+    count = len(layers["q_proj"])
+    return {**params, "layers": [{name: array[i] for name, array in layers.items()} for i in range(count)]}
+
+
+def embed(params: Params, tokens_BT: Array) -> Array:
+    """x_BTD, the input of the first block."""
+    return jnp.asarray(params["embed"])[tokens_BT]
+
+
+def final_norm(config: ModelConfig, params: Params, x: Array) -> Array:
+    """The norm before the unembedding."""
+    return rms_norm(x, params["final_norm"], config.norm_eps)
+
+
+def unembed(config: ModelConfig, params: Params, hidden: Array) -> Array:
+    """Float32 logits [..., V] of hidden states [..., D] that passed the final norm."""
+    if config.tie_embeddings:
+        return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,dv->...v", hidden, params["unembed"], preferred_element_type=jnp.float32)
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    adapter: Adapter | None,
+    lora_scale: float | Array,
+    tokens_BT: Array,
+    positions_BT: Array,
+    visible_BTT: Array,
+    *,
+    remat: bool = False,
+) -> Array:
+    """hidden_BTD after the final norm; `unembed` turns it into logits.
+
+    Scans over stacked layers, loops over unrolled ones. With `remat` only each layer's input is kept for the backward
+    pass and the rest is computed again.
+    """
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return attention(q, k, v, visible_BTT)
+
+    def step(x: Array, layer: Layer, share: Adapter | None) -> Array:
+        return make_block(config, layer)(x, positions_BT, attend, share, lora_scale)
+
+    if remat:
+        step = jax.checkpoint(step)
+    x = embed(params, tokens_BT)
+    if is_stacked(params):
+        x, _ = lax.scan(lambda x, xs: (step(x, *xs), None), x, (params["layers"], adapter))
+    else:
+        for i, layer in enumerate(params["layers"]):
+            x = step(x, layer, layer_adapter(adapter, i))
+    return final_norm(config, params, x)
+
+
+def token_logprobs(
+    config: ModelConfig,
+    params: Params,
+    hidden_ND: Array,
+    targets_N: Array,
+    count: Array | int,
+    temperature: Array | float,
+    *,
+    chunk: int = LOGPROB_CHUNK,
+) -> Array:
+    """logprobs_N = log_softmax(logits / temperature)[target] for the first `count` entries, 0 for the rest.
+
+    Only ceil(count / chunk) chunks are computed, forward and backward, whatever N is, and logits exist for one chunk
+    at a time. `count` may be traced. The gradient flows to `hidden_ND` alone: the base is frozen, and temperature is a
+    setting. Temperature 0 (greedy) reports at temperature 1, as the sampler does.
+    """
+    N = len(hidden_ND)
+    if N == 0:
+        return jnp.zeros((0,), jnp.float32)
+    chunk = min(chunk, N)
+    padding = -N % chunk
+    hidden = jnp.pad(hidden_ND, ((0, padding), (0, 0)))
+    targets = jnp.pad(targets_N.astype(jnp.int32), (0, padding))
+    temperature = jnp.asarray(temperature, jnp.float32)
+    temperature = jnp.where(temperature > 0, temperature, 1.0)
+    count = jnp.clip(jnp.asarray(count, jnp.int32), 0, N)
+    head = {name: jnp.asarray(params[name]) for name in ("embed", "unembed") if name in params}
+    return _token_logprobs((config, chunk), head, hidden, targets, count, temperature)[:N]
+
+
+def _chunk_logits(config: ModelConfig, head: Params, hidden_ND: Array, start: Array, chunk: int) -> Array:
+    return unembed(config, head, lax.dynamic_slice_in_dim(hidden_ND, start, chunk))
+
+
+def _forward(
+    static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
+) -> tuple[Array, Array]:
+    """(logprobs_N, log_normalizers_N), both 0 from `count` on."""
+    config, chunk = static
+
+    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        logprobs, normalizers = carry
+        start = i * chunk
+        scaled = _chunk_logits(config, head, hidden_ND, start, chunk) / temperature
+        normalizer = jax.nn.logsumexp(scaled, -1)
+        target = lax.dynamic_slice_in_dim(targets_N, start, chunk)
+        logprob = jnp.take_along_axis(scaled, target[:, None], -1, mode="clip")[:, 0] - normalizer
+        live = start + jnp.arange(chunk) < count
+        return (
+            lax.dynamic_update_slice_in_dim(logprobs, jnp.where(live, logprob, 0.0), start, 0),
+            lax.dynamic_update_slice_in_dim(normalizers, jnp.where(live, normalizer, 0.0), start, 0),
+        )
+
+    zeros = jnp.zeros(hidden_ND.shape[0], jnp.float32)
+    result: tuple[Array, Array] = lax.fori_loop(0, (count + chunk - 1) // chunk, body, (zeros, zeros))
+    return result
+
+
+def _logprobs(
+    static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
+) -> Array:
+    return _forward(static, head, hidden_ND, targets_N, count, temperature)[0]
+
+
+def _logprobs_fwd(
+    static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
+) -> tuple[Array, tuple[Any, ...]]:
+    logprobs, normalizers = _forward(static, head, hidden_ND, targets_N, count, temperature)
+    return logprobs, (head, hidden_ND, targets_N, count, temperature, normalizers)
+
+
+def _logprobs_bwd(static: tuple[ModelConfig, int], saved: tuple[Any, ...], gradient_N: Array) -> tuple[Any, ...]:
+    """d logprob / d hidden = (W[target] - softmax(logits / temperature) W) / temperature, chunk by chunk."""
+    config, chunk = static
+    head, hidden_ND, targets_N, count, temperature, normalizers_N = saved
+
+    def body(i: Array, hidden_gradient: Array) -> Array:
+        start = i * chunk
+        scaled = _chunk_logits(config, head, hidden_ND, start, chunk) / temperature
+        normalizer = lax.dynamic_slice_in_dim(normalizers_N, start, chunk)
+        target = lax.dynamic_slice_in_dim(targets_N, start, chunk)
+        probabilities = jnp.exp(scaled - normalizer[:, None])
+        if config.tie_embeddings:
+            chosen, mean = head["embed"][target], probabilities.astype(head["embed"].dtype) @ head["embed"]
+        else:
+            chosen = jnp.take(head["unembed"], target, axis=1, mode="clip").T
+            mean = jnp.einsum("nv,dv->nd", probabilities.astype(head["unembed"].dtype), head["unembed"])
+        weight = lax.dynamic_slice_in_dim(gradient_N, start, chunk) / temperature
+        live = start + jnp.arange(chunk) < count
+        change = jnp.where(live[:, None], weight[:, None] * (chosen - mean), 0.0)
+        return lax.dynamic_update_slice_in_dim(hidden_gradient, change.astype(hidden_gradient.dtype), start, 0)
+
+    hidden_gradient = lax.fori_loop(0, (count + chunk - 1) // chunk, body, jnp.zeros_like(hidden_ND))
+    return None, hidden_gradient, None, None, None
+
+
+_token_logprobs = jax.custom_vjp(_logprobs, nondiff_argnums=(0,))
+_token_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
