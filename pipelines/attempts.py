@@ -1,0 +1,92 @@
+"""The run folder: numbered attempts, of which one is the newest.
+
+    DIR/attempts/0001/   run.json, pubsub/, adapters/, checkpoints/, logs/, metrics.jsonl, summary.json, ...
+    DIR/latest           -> attempts/0001
+    DIR/summary.json     -> latest/summary.json (and metrics.jsonl likewise)
+
+Invariant: an attempt is never written by two local stacks at once, and a fresh one never reads an older one's files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+LINKED = ("summary.json", "metrics.jsonl")
+
+
+class AttemptError(RuntimeError):
+    """The run folder does not hold what was asked for; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a run, in a folder of its own."""
+
+    folder: Path
+
+    @property
+    def run_file(self) -> Path:
+        """The resolved run file, which every process of the attempt reads."""
+        return self.folder / "run.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the attempt for this process; raises AttemptError where another one holds it."""
+        with (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AttemptError(f"{self.folder} is in use by a running headrace: stop that one first") from None
+            yield
+
+
+def new_attempt(out: Path) -> Attempt:
+    """Make the next numbered attempt in `out` and point `latest` and the linked files to it."""
+    attempts = out / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    number = max((int(path.name) for path in attempts.iterdir() if path.name.isdigit()), default=0) + 1
+    while True:
+        try:
+            (attempts / f"{number:04d}").mkdir()
+            break
+        except FileExistsError:
+            number += 1
+    attempt = Attempt(attempts / f"{number:04d}")
+    attempt.logs.mkdir()
+    _link(out / "latest", Path("attempts", attempt.folder.name))
+    for name in LINKED:
+        _link(out / name, Path("latest", name))
+    return attempt
+
+
+def newest_attempt(out: Path) -> Attempt:
+    """The attempt that `latest` points to; raises AttemptError if there is none to go on with."""
+    attempt = Attempt((out / "latest").resolve())
+    if not attempt.run_file.is_file():
+        raise AttemptError(f"{out} holds no attempt to resume: leave out --resume to start one")
+    return attempt
+
+
+def new_run_id(name: str, attempt: Attempt) -> str:
+    """Unique per attempt, readable, and valid in Pub/Sub names."""
+    return f"{name}-{attempt.folder.name}-{secrets.token_hex(3)}"
+
+
+def _link(path: Path, target: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    temporary.symlink_to(target)
+    if path.exists() and not path.is_symlink():
+        raise AttemptError(f"{path} is in the way: it is no link of an earlier run; choose another --out")
+    os.replace(temporary, path)

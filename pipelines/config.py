@@ -1,0 +1,172 @@
+"""The run file: one TOML file that describes a run, read by the rollout job and the learner alike.
+
+Each room owns the dataclass of its section; `Run` composes them and checks what no section can check alone. A resolved
+run (JSON, with its run id and storage) is what the processes of a run are given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from environments.environment import EnvironmentSettings
+from learner.losses import LossSettings
+from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
+from learner.step import OptimizerSettings
+from pipelines import settings
+from pipelines.cloud import CloudSettings
+from pipelines.settings import SettingsError
+from policy.lora import LoraSettings
+from policy.settings import SamplingSettings
+from policy.weights import ModelSettings
+from trajectories.advantages import AdvantageSettings
+from trajectories.packing import PackingSettings
+from trajectories.storage import NotFound, open_storage
+from trajectories.topics import Topics
+from transforms.settings import RolloutSettings, RolloutSpec
+
+LOCAL_PROJECT = "headrace-local"
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
+
+
+@dataclass(frozen=True)
+class CodeSettings:
+    """Section [code]: the user's own environments."""
+
+    path: str = ""
+    """A folder that every process puts on its import path."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: everything that its processes need to know."""
+
+    name: str
+    """Lower-case letters, digits and hyphens; names the run's folder, topics and Dataflow job."""
+    seed: int = 0
+    """Of tasks, sampling and the adapter's initial weights."""
+    run_id: str = ""
+    """Set when the run starts: unique per attempt."""
+    storage: str = ""
+    """Folder or gs:// prefix for adapters and checkpoints. Set when the run starts, unless the run file does."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
+    packing: PackingSettings = field(default_factory=PackingSettings)
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    cloud: CloudSettings = field(default_factory=CloudSettings)
+    code: CodeSettings = field(default_factory=CodeSettings)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise SettingsError(
+                f"name must be up to 40 lower-case letters, digits and hyphens and begin with a letter, "
+                f"found {self.name!r}"
+            )
+        largest = self.packing.buckets[-1]
+        if self.sampling.max_context > largest:
+            raise SettingsError(
+                f"sampling.max_context is {self.sampling.max_context} and the largest bucket holds {largest} tokens: "
+                "an episode could fit no row. Lower the one or add a bucket in packing.buckets"
+            )
+        if self.sampling.max_tokens >= self.sampling.max_context:
+            raise SettingsError(
+                f"sampling.max_tokens ({self.sampling.max_tokens}) must be below sampling.max_context "
+                f"({self.sampling.max_context}): a turn needs a prompt before it"
+            )
+        if self.learner.group_size < self.rollouts.min_members:
+            raise SettingsError(
+                f"learner.group_size ({self.learner.group_size}) must be at least rollouts.min_members "
+                f"({self.rollouts.min_members}), else every group fails"
+            )
+        if not self.sampling.temperature > 0:
+            raise SettingsError("sampling.temperature must be above 0 in training: greedy groups have no variance")
+        if self.learner.max_staleness > 0 and not self.loss.importance_weights:
+            raise SettingsError(
+                f"learner.max_staleness is {self.learner.max_staleness} and loss.importance_weights is off: stale "
+                "tokens would train as if they were fresh. Turn the weights on or set max_staleness = 0"
+            )
+        if self.environment.episode_timeout_s > self.learner.task_deadline_s:
+            raise SettingsError(
+                f"environment.episode_timeout_s ({self.environment.episode_timeout_s}) must not exceed "
+                f"learner.task_deadline_s ({self.learner.task_deadline_s}), else slow groups are issued twice"
+            )
+        if self.storage.startswith("gs://") and not self.cloud.project and not self.run_id:
+            raise SettingsError("storage is on gs://: set cloud.project as well")
+
+    @property
+    def project(self) -> str:
+        """The project whose Pub/Sub carries the run."""
+        return self.cloud.project or LOCAL_PROJECT
+
+    @property
+    def topics(self) -> Topics:
+        return Topics(self.project, self.run_id)
+
+    def rollout_spec(self) -> RolloutSpec:
+        """What the rollout job needs."""
+        return RolloutSpec(
+            run_id=self.run_id,
+            project=self.project,
+            seed=self.seed,
+            storage_url=self.storage,
+            model=self.model,
+            lora=self.lora,
+            sampling=self.sampling,
+            environment=self.environment,
+            packing=self.packing,
+            advantages=self.advantages,
+            rollouts=self.rollouts,
+        )
+
+    def to_json(self) -> str:
+        """The resolved run, readable by `load_run`."""
+        return json.dumps(settings.write(self), indent=2) + "\n"
+
+
+def load_run(url: str, overrides: Sequence[str] = ()) -> Run:
+    """The run in a TOML or JSON file, at a path or a gs:// address, with `section.key=value` overrides.
+
+    Raises SettingsError with the file, the key and the mend. Puts `code.path` on the import path.
+    """
+    try:
+        run = settings.read(Run, settings.override(_parsed(url), overrides))
+    except SettingsError as error:
+        raise SettingsError(f"{url}: {error}") from error
+    if run.code.path:
+        folder = str(_beside(url, run.code.path))
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return run
+
+
+def _beside(url: str, path: str) -> Path:
+    """`path` relative to the run file's folder, where it is not absolute."""
+    return Path(path) if url.startswith("gs://") else Path(url).absolute().parent / path
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    folder, _, name = url.rpartition("/")
+    try:
+        text = open_storage(folder or ".").read(name).decode()
+    except NotFound as error:
+        raise SettingsError("there is no such file") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"it is no text: {error}") from error
+    try:
+        return dict(json.loads(text)) if name.endswith(".json") else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise SettingsError(f"it cannot be parsed: {error}") from error

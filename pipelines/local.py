@@ -1,0 +1,234 @@
+"""The whole of Headrace on one machine: three processes, watched over by this one.
+
+    Pub/Sub server    python -m emulator            survives kill -9 with its messages
+    rollout job       python -m pipelines.rollouts  in-flight episodes are issued again if it dies
+    learner           headrace learner              goes on from its newest checkpoint
+
+Invariant: any of the three may be killed at any moment; it is started again and the run goes on. When this process
+ends, however it ends, so do they.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelines.attempts import Attempt
+from pipelines.topics import create_topics
+from trajectories.topics import Topics
+
+RESTARTS_PER_MINUTE = 5
+"""A process that dies more often than this is given up, and the run with it."""
+PATIENCE_S = {"learner": 20.0, "rollouts": 4.0, "pubsub": 4.0}
+"""How long each process may take to end when it is asked to."""
+EXIT_CONFIGURATION = 2
+EXIT_NO_PROGRESS = 3
+FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS)
+"""Exit statuses of the learner that starting it again would not change."""
+EXIT_INTERRUPTED = 130
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+@dataclass(slots=True)
+class Process:
+    """One of the three: how to start it, and the one that runs now."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    shows_output: bool = False
+    running: subprocess.Popen[bytes] | None = None
+    starts: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_PER_MINUTE))
+
+    def start(self) -> None:
+        self.starts.append(time.monotonic())
+        with self.log.open("ab") as log:
+            self.running = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=None if self.shows_output else log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def status(self) -> int | None:
+        """The exit status (negative: the signal that ended it); None while it runs."""
+        return self.running.poll() if self.running else 0
+
+    @property
+    def restarts_too_often(self) -> bool:
+        return len(self.starts) == RESTARTS_PER_MINUTE and time.monotonic() - self.starts[0] < 60
+
+    def signal(self, number: int) -> None:
+        if self.running and self.running.poll() is None:
+            self.running.send_signal(number)
+
+    def stop(self, patience_s: float) -> None:
+        """Ask the process to end; kill it after `patience_s` seconds."""
+        if self.running is None:
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            self.running.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.running.kill()
+            self.running.wait()
+
+    def last_words(self, lines: int = 15) -> str:
+        """The end of the log: what a person needs to see when the process has died."""
+        try:
+            text = self.log.read_bytes()[-20_000:].decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+
+
+class LocalStack:
+    """The three processes of one attempt."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        topics: Topics,
+        *,
+        learner_arguments: Sequence[str] = (),
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._attempt, self._topics, self._say = attempt, topics, say
+        self._port = _free_port()
+        self._interrupted = 0
+        address = f"127.0.0.1:{self._port}"
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "headrace" / "xla")
+        client = {
+            "PUBSUB_EMULATOR_HOST": address,
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "PYTHONUNBUFFERED": "1",
+        }
+        run_file = str(attempt.run_file)
+        python = sys.executable
+
+        def process(name: str, command: Sequence[str], environment: Mapping[str, str], shows: bool = False) -> Process:
+            return Process(name, command, environment, attempt.logs / f"{name}.log", shows)
+
+        self.pubsub = process(
+            "pubsub",
+            [python, "-m", "emulator", "--port", str(self._port), "--data", str(attempt.folder / "pubsub")],
+            {"PYTHONUNBUFFERED": "1"},
+        )
+        self.rollouts = process(
+            "rollouts",
+            [python, "-m", "pipelines.rollouts", "--run", run_file, "--runner", "DirectRunner"],
+            {**client, "JAX_PLATFORMS": "cpu"},
+        )
+        self.learner = process(
+            "learner",
+            [python, "-m", "pipelines.cli", "learner", run_file, *learner_arguments],
+            client,
+            True,
+        )
+        self.processes = (self.pubsub, self.rollouts, self.learner)
+
+    def run(self) -> int:
+        """Run until the learner has ended; returns the exit status for the shell."""
+        before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start()
+            return self._watch()
+        finally:
+            self._stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start(self) -> None:
+        self.pubsub.start()
+        self._await_server()
+        create_topics(self._topics, f"127.0.0.1:{self._port}")
+        self.rollouts.start()
+        self.learner.start()
+        self._note_processes()
+
+    def _watch(self) -> int:
+        while True:
+            if self._interrupted:
+                return EXIT_INTERRUPTED
+            status = self.learner.status
+            if status in FINAL_EXITS:
+                return int(status or 0)
+            for process in self.processes:
+                if (status := process.status) is not None and not self._restart(process, status):
+                    return 1
+            time.sleep(0.1)
+
+    def _restart(self, process: Process, status: int) -> bool:
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        if process.restarts_too_often:
+            self._say(
+                f"{process.name} {how}, {RESTARTS_PER_MINUTE} times within a minute: giving up. Its last words "
+                f"({process.log}):\n{process.last_words()}"
+            )
+            return False
+        self._say(f"{process.name} {how}: starting it again")
+        process.start()
+        if process is self.pubsub:
+            self._await_server()
+        self._note_processes()
+        return True
+
+    def _await_server(self, patience_s: float = 30.0) -> None:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and not self._interrupted:
+            if self.pubsub.status is not None:
+                break
+            try:
+                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.05)
+        if not self._interrupted:
+            raise RuntimeError(f"the Pub/Sub server did not start:\n{self.pubsub.last_words()}")
+
+    def _note_processes(self) -> None:
+        """Leave the process ids beside the run, for people and for tests that kill them."""
+        found = {p.name: p.running.pid for p in self.processes if p.running}
+        path = self._attempt.folder / "processes.json"
+        path.with_suffix(".new").write_text(json.dumps({**found, "address": f"127.0.0.1:{self._port}"}))
+        path.with_suffix(".new").replace(path)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        self._interrupted += 1
+        if self._interrupted > 1:
+            for process in self.processes:
+                process.signal(signal.SIGKILL)
+
+    def _stop(self) -> None:
+        for process in (self.learner, self.rollouts, self.pubsub):
+            process.stop(PATIENCE_S[process.name])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """In the child: end when the parent does, even if that is killed (Linux; elsewhere there is no such call)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
