@@ -1,0 +1,130 @@
+"""Closings that wait to train, and the assembly of a step from them.
+
+Invariants: a step holds `groups_per_step` closings, each whole, none of them older than the staleness bound at the
+number of the step that trains it; no row of a step holds a token of a closing that is not in it.
+
+Closings train in the order of their oldest version. Under `pace` a step waits where going on without an outstanding
+group would leave it no place within the bound (see `choose`). Pure: no clock, no thread, no ledger.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from learner.settings import LearnerSettings, StalenessPolicy
+from trajectories.packing import pack
+from trajectories.schema import Closing, Pack, Row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A closing in the buffer."""
+
+    closing: Closing
+    source: Pack
+    """The message it came in."""
+    version_step: int
+    """Step part of its oldest version."""
+    order: int
+    """Of arrival."""
+
+    def age(self, step: int) -> int:
+        """Staleness at `step`, in optimizer steps."""
+        return max(0, step - self.version_step)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do for one step: train `chosen` if it is not empty; in any case give up `discarded`."""
+
+    chosen: tuple[Held, ...] = ()
+    discarded: tuple[Held, ...] = ()
+    """Past the bound."""
+    straggler: bool = False
+    """Enough closings are here, but the step has to wait for a group that is still out."""
+
+
+def choose(held: Collection[Held], in_flight: Iterable[int], step: int, settings: LearnerSettings) -> Choice:
+    """The closings that train at `step`.
+
+    `in_flight` holds, for each outstanding group without a closing, the least step its versions can have. A group of
+    version v must train at step v + max_staleness or before: its due step. Steps k+1 .. j have room for
+    (j - k) * groups_per_step groups; if more are due by j than there is room for after step k, then step k took a
+    closing that could have waited. Under `pace` it waits instead, provided that a group in flight could take the
+    place of a chosen closing that is due later: otherwise waiting would not help.
+    """
+    size, bound = settings.groups_per_step, settings.max_staleness
+    discarded = tuple(item for item in held if item.age(step) > bound)
+    usable = sorted((i for i in held if i.age(step) <= bound), key=lambda item: (item.version_step, item.order))
+    if len(usable) < size:
+        return Choice(discarded=discarded)
+    chosen, rest = tuple(usable[:size]), usable[size:]
+    if settings.staleness is StalenessPolicy.PACE:
+        out = Counter(version_step + bound for version_step in in_flight)
+        due = out + Counter(item.version_step + bound for item in rest)
+        last_chosen = max(item.version_step + bound for item in chosen)
+        waiting = out_by = 0
+        for due_step in sorted(due):
+            waiting += due[due_step]
+            out_by += out[due_step]
+            room = max(0, due_step - step) * size
+            if waiting > room and out_by and last_chosen > due_step:
+                return Choice(discarded=discarded, straggler=True)
+    return Choice(chosen, discarded)
+
+
+def lay_out(chosen: Sequence[Held]) -> tuple[Row, ...]:
+    """Rows that hold exactly the chosen closings.
+
+    Rows are taken as they came where all closings of their message are chosen. The closings of a bucket are packed anew
+    if some of their messages' closings are not chosen, or if that takes fewer rows: messages that left the packer by
+    its timer are half empty.
+    """
+    rows: list[Row] = []
+    for bucket in sorted({item.source.bucket for item in chosen}):
+        members = [item for item in chosen if item.source.bucket == bucket]
+        ids = {item.closing.closing_id for item in members}
+        sources = {id(item.source): item.source for item in members}.values()
+        whole = all(ids.issuperset(closing.closing_id for closing in source.closings) for source in sources)
+        came = [row for source in sources for row in source.rows]
+        used = sum(row.used for row in came)
+        if whole and len(came) == -(-used // bucket):
+            rows.extend(came)
+            continue
+        anew = pack([item.closing for item in sorted(members, key=lambda item: item.order)], bucket).rows
+        rows.extend(came if whole and len(came) <= len(anew) else anew)
+    return tuple(rows)
+
+
+class Buffer:
+    """Closings that the ledger has bound and no step has taken."""
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        self._settings = settings
+        self._held: dict[str, Held] = {}
+        self._order = count()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, closing: Closing, source: Pack, step: int) -> Held:
+        """Hold a closing of `source`. One without versions (nothing was sampled) counts as of `step`."""
+        version = closing.oldest_version
+        item = Held(closing, source, step if version is None else version.step, next(self._order))
+        self._held[closing.closing_id] = item
+        return item
+
+    def put_back(self, items: Iterable[Held]) -> None:
+        """Hold again what a step took and did not train."""
+        for item in items:
+            self._held[item.closing.closing_id] = item
+
+    def take(self, in_flight: Iterable[int], step: int) -> Choice:
+        """Choose for `step`, and let go of what is chosen or discarded."""
+        choice = choose(self._held.values(), in_flight, step, self._settings)
+        for item in (*choice.chosen, *choice.discarded):
+            del self._held[item.closing.closing_id]
+        return choice
