@@ -403,13 +403,14 @@ def run(args: argparse.Namespace) -> int:
         overrides = list(args.set)
         if args.schedule:
             overrides.append(f"cloud.schedule={json.dumps(args.schedule)}")
-        return _launch(args, load_run(args.run_file, overrides))
+        return launch(args, load_run(args.run_file, overrides))
     except (LaunchError, ValueError, OSError) as error:
         print(f"headrace launch: {error}", file=sys.stderr)
         return 2
 
 
-def _launch(args: argparse.Namespace, resolved: Any) -> int:
+def launch(args: argparse.Namespace, resolved: Any) -> int:
+    """The command, for a run that is loaded. Raises ValueError, LaunchError or OSError with the mend."""
     cloud: CloudSettings = resolved.cloud
     workers = size_workers(
         cloud,

@@ -1,0 +1,242 @@
+"""From a run to its launch request, to the scheduler job around it, and to an HTTP answer."""
+
+import argparse
+import base64
+import dataclasses
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from google.cloud import dataflow_v1beta3, scheduler_v1
+from google.protobuf import json_format
+
+from pipelines import cloud
+from pipelines.cloud import CloudSettings, LaunchError
+from trajectories.storage import open_storage
+
+SETTINGS = CloudSettings(
+    project="my-project",
+    region="us-central1",
+    bucket="gs://my-runs/team",
+    image="us-central1-docker.pkg.dev/my-project/headrace/rollouts:1",
+    service_account="headrace-worker@my-project.iam.gserviceaccount.com",
+    scheduler_service_account="headrace-scheduler@my-project.iam.gserviceaccount.com",
+)
+RUN = SimpleNamespace(
+    name="calc-1",
+    cloud=SETTINGS,
+    learner=SimpleNamespace(max_staleness=8, groups_per_step=64, group_size=16),
+    environment=SimpleNamespace(max_concurrency=512),
+    to_json=lambda: '{"name": "calc-1"}',
+)
+
+
+def sized(settings=SETTINGS, **changes):
+    return cloud.size_workers(
+        settings, **{"max_staleness": 8, "groups_per_step": 64, "group_size": 16, "max_concurrency": 512, **changes}
+    )
+
+
+def arguments(*argv):
+    parser = argparse.ArgumentParser()
+    cloud.add_arguments(parser)
+    return parser.parse_args(["run.toml", *argv])
+
+
+@pytest.mark.parametrize(
+    ("changes", "minimum"),
+    [({}, 18), ({"max_concurrency": 500}, 19), ({"max_staleness": 0, "groups_per_step": 1, "group_size": 2}, 1)],
+)
+def test_the_fewest_workers_run_everything_the_credits_allow(changes, minimum):
+    workers = sized(**changes)
+    assert workers.minimum == minimum
+    assert workers.maximum == 2 * minimum
+    assert (workers.minimum - 1) * workers.max_concurrency < workers.outstanding <= minimum * workers.max_concurrency
+
+
+def test_a_bound_on_workers_that_the_run_does_not_fit_is_refused_with_the_mend():
+    with pytest.raises(ValueError, match=r"18 needed for 9216 episodes.*raise environment\.max_concurrency"):
+        sized(dataclasses.replace(SETTINGS, max_workers=10))
+
+
+def test_request_is_what_dataflow_parses():
+    settings = dataclasses.replace(
+        SETTINGS, subnetwork="regions/us-central1/subnetworks/s", public_ips=False, labels={"team": "agents"}
+    )
+    request = cloud.launch_request("calc-1", settings, sized())
+    parsed = json_format.ParseDict(request, dataflow_v1beta3.LaunchFlexTemplateRequest.pb()()).launch_parameter
+    assert parsed.job_name == "headrace-calc-1"
+    assert dict(parsed.parameters) == {"run": "gs://my-runs/team/calc-1/run.json"}
+    assert parsed.container_spec_gcs_path == "gs://my-runs/team/templates/rollouts.json"
+    environment = parsed.environment
+    assert environment.sdk_container_image == SETTINGS.image
+    assert (environment.num_workers, environment.max_workers) == (18, 36)
+    assert environment.ip_configuration == dataflow_v1beta3.WorkerIPAddressConfiguration.WORKER_IP_PRIVATE
+    assert environment.streaming_mode == dataflow_v1beta3.StreamingMode.STREAMING_MODE_AT_LEAST_ONCE
+    assert {"min_num_workers=18", "streaming_mode_at_least_once"} <= set(environment.additional_experiments)
+    assert dict(environment.additional_user_labels) == {"headrace-run": "calc-1", "team": "agents"}
+    assert cloud.launch_request("calc-1", settings, sized()) == request
+
+
+def test_exactly_once_asks_for_no_experiment():
+    request = cloud.launch_request("calc-1", dataclasses.replace(SETTINGS, at_least_once=False), sized())
+    environment = request["launchParameter"]["environment"]
+    assert environment["streamingMode"] == "STREAMING_MODE_EXACTLY_ONCE"
+    assert "streaming_mode_at_least_once" not in environment["additionalExperiments"]
+
+
+def test_scheduler_job_posts_the_request():
+    request = cloud.launch_request("calc-1", SETTINGS, sized())
+    body = cloud.scheduler_job("calc-1", dataclasses.replace(SETTINGS, schedule="*/10 * * * *"), request)
+    job = json_format.ParseDict(body, scheduler_v1.Job.pb()())
+    assert job.name == "projects/my-project/locations/us-central1/jobs/headrace-calc-1"
+    assert job.http_target.uri == (
+        "https://dataflow.googleapis.com/v1b3/projects/my-project/locations/us-central1/flexTemplates:launch"
+    )
+    assert job.http_target.http_method == scheduler_v1.HttpMethod.POST
+    assert job.http_target.oauth_token.service_account_email == SETTINGS.scheduler_service_account
+    assert json.loads(job.http_target.body) == request == json.loads(base64.b64decode(body["httpTarget"]["body"]))
+
+
+def test_everything_that_is_missing_is_named_at_once():
+    with pytest.raises(ValueError, match=r"cloud\.project, cloud\.region, cloud\.bucket, cloud\.image"):
+        cloud.launch_request("calc-1", CloudSettings(), sized())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"project": "My Project"},
+        {"region": "us-central1-a"},
+        {"bucket": "my-runs"},
+        {"bucket": "gs://my-runs/"},
+        {"image": "gcr.io/p/rollouts"},
+        {"image": "gcr.io/p/rollouts:latest"},
+        {"service_account": "worker"},
+        {"schedule": "hourly"},
+        {"template_spec": "gs://my-runs/templates"},
+        {"min_workers": 5, "max_workers": 4},
+        {"max_workers": 1001},
+        {"subnetwork": "my-subnet"},
+        {"labels": {"Team": "x"}},
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(changes):
+    with pytest.raises(ValueError, match=rf"cloud\.{next(iter(changes))} must"):
+        CloudSettings(**changes)
+
+
+@pytest.mark.parametrize("image", ["localhost:5000/h/r:1", "gcr.io/p/r@sha256:" + "0" * 64])
+def test_images_with_a_fixed_version_are_accepted(image):
+    assert CloudSettings(image=image).image == image
+
+
+@pytest.mark.parametrize("name", ["Calc", "1calc", "calc_1", "calc-", "c" * 41])
+def test_a_run_name_that_dataflow_refuses_is_refused(name):
+    with pytest.raises(ValueError, match="name must be"):
+        cloud.launch_request(name, SETTINGS, sized())
+
+
+def test_dry_run_prints_the_request_alone(capsys):
+    assert cloud.launch(arguments("--dry-run"), RUN) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == cloud.launch_request("calc-1", SETTINGS, sized())
+    assert "18 to 36 workers: 9216 episodes may be outstanding" in err
+
+
+def test_schedule_prints_the_scheduler_job(capsys):
+    run = SimpleNamespace(**{**vars(RUN), "cloud": dataclasses.replace(SETTINGS, schedule="0 6 * * *")})
+    assert cloud.launch(arguments("--schedule", "--json"), run) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["schedule"] == "0 6 * * *"
+    assert err == ""
+
+
+def test_without_credentials_nothing_is_written_and_the_mend_is_said(monkeypatch, tmp_path):
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    with pytest.raises(LaunchError, match="gcloud auth application-default login"):
+        cloud.launch(arguments(), RUN)
+
+
+def test_a_run_that_differs_is_not_overwritten(tmp_path):
+    storage = open_storage(str(tmp_path))
+    cloud.upload_run(storage, b"one", replace=False)
+    cloud.upload_run(storage, b"one", replace=False)
+    with pytest.raises(LaunchError, match="--replace"):
+        cloud.upload_run(storage, b"two", replace=False)
+    assert storage.read("run.json") == b"one"
+    cloud.upload_run(storage, b"two", replace=True)
+    assert storage.read("run.json") == b"two"
+
+
+@pytest.fixture
+def dataflow(tmp_path, monkeypatch):
+    """A server that hands out OAuth tokens and answers launches with `status`, and credentials that lead to it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/token":
+                self.answer(200, {"access_token": "t0ken", "expires_in": 3600, "token_type": "Bearer"})
+                return
+            server.seen.append((self.path, self.headers["Authorization"], json.loads(body)))
+            self.answer(server.status, {"job": {"id": "job-1"}} if server.status == 200 else {"error": "no"})
+
+        def answer(self, status, value):
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.status, server.seen = 200, []
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    account = {
+        "type": "service_account",
+        "project_id": "my-project",
+        "client_email": "me@my-project.iam.gserviceaccount.com",
+        "private_key": key.decode(),
+        "token_uri": f"{server.url}/token",
+    }
+    (tmp_path / "key.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_request_is_posted_with_the_credentials_and_a_second_launch_is_harmless(dataflow):
+    request = cloud.launch_request("calc-1", SETTINGS, sized())
+    session = cloud.authorized_session()
+    url = cloud.launch_url(SETTINGS, dataflow.url)
+    assert cloud.post_launch(session, url, request) == {"id": "job-1"}
+    assert dataflow.seen == [
+        ("/v1b3/projects/my-project/locations/us-central1/flexTemplates:launch", "Bearer t0ken", request)
+    ]
+    dataflow.status = 409
+    assert cloud.post_launch(session, url, request) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "mend"), [(403, "roles/dataflow.developer"), (404, "templates.spec"), (400, "--dry-run")]
+)
+def test_a_refusal_says_how_to_mend_it(dataflow, status, mend):
+    dataflow.status = status
+    with pytest.raises(LaunchError, match=mend):
+        cloud.post_launch(cloud.authorized_session(), cloud.launch_url(SETTINGS, dataflow.url), {})
