@@ -28,8 +28,6 @@ class Family:
     """Our name -> GGUF name of a layer's tensors, with `{i}` for the layer."""
     gguf_permuted: tuple[str, ...]
     """Projections whose output rows GGUF interleaves (pairs of rotary dimensions side by side)."""
-    gguf_ignored: tuple[str, ...]
-    """Tensors that carry nothing: precomputed rotary frequencies."""
     peft_module: Mapping[str, str]
     """Our name -> path of a projection in a Hugging Face checkpoint, with `{i}` for the layer."""
 
@@ -54,7 +52,6 @@ LLAMA = Family(
         }
     ),
     gguf_permuted=("q_proj", "k_proj"),
-    gguf_ignored=(),
     peft_module=MappingProxyType(
         {name: f"model.layers.{{i}}.self_attn.{name}" for name in ATTENTION}
         | {name: f"model.layers.{{i}}.mlp.{name}" for name in MLP}
