@@ -1,0 +1,180 @@
+"""The world an agent acts in, and how a run file names it.
+
+Invariant: an environment sees text and tool calls, never token ids; everything it needs to repeat an episode (payload,
+episode id, seed) comes in through `reset`. One `Environment` object serves one episode.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from policy.chat import Action, Message, ToolCall
+
+__all__ = [
+    "Action",
+    "Environment",
+    "EnvironmentSettings",
+    "EnvironmentSpec",
+    "Message",
+    "StepResult",
+    "TaskSource",
+    "ToolCall",
+    "load_environment",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the world answers to one policy turn."""
+
+    messages: tuple[Message, ...] = ()
+    """What the policy reads before its next turn; ignored once `done`."""
+    reward: float = 0.0
+    """For this turn; an episode's reward is the sum."""
+    done: bool = False
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Named shares of rewards, for people; an episode's parts are the sums by name."""
+    success: bool = False
+    """Whether the episode is solved."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Counts, summed over the episode."""
+
+
+class Environment(Protocol):
+    """One episode's world. Its methods run on the orchestrator's event loop: blocking work goes through
+    `environments.tools.run_blocking`. Whatever they raise becomes a failed episode and reaches nothing else."""
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """OpenAI-style JSON schemas, as the chat template is shown them."""
+        ...
+
+    async def reset(self, payload: Mapping[str, Any], *, episode_id: str, seed: int) -> Sequence[Message]:
+        """The conversation before the first turn. `payload` is the task's; `episode_id` is the idempotency key for what
+        the environment does outside; `seed` is a pure function of run and episode."""
+        ...
+
+    async def step(self, action: Action) -> StepResult:
+        """Answer one turn. A turn that was cut (`not action.finished`) is scored too; the episode ends after it."""
+        ...
+
+    async def close(self) -> None:
+        """Called once, whatever happened; nothing follows it."""
+        ...
+
+
+class TaskSource(Protocol):
+    def task(self, group_id: int) -> Mapping[str, Any]:
+        """Payload (JSON) of a training group: a pure function of (seed, group_id)."""
+        ...
+
+    def eval_tasks(self, count: int) -> list[Mapping[str, Any]]:
+        """`count` distinct held-out payloads, none of which `task` yields for any id. The first `n` do not depend on
+        `count`. Raises ValueError if there are not so many."""
+        ...
+
+
+@runtime_checkable
+class EnvironmentSpec(Protocol):
+    """What `module:Name` yields: it makes environments, one for each episode, and knows the tasks."""
+
+    @property
+    def tasks(self) -> TaskSource: ...
+
+    def make(self) -> Environment: ...
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """Section `[environment]` of the run file."""
+
+    name: str = "environments.calculator:Calculator"
+    """`module:Name` of a class or function that is called with the options and returns an EnvironmentSpec."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for it. `seed` is the run's unless it is given here."""
+    max_turns: int = 4
+    """An episode that is not done after so many policy turns ends with status max_turns."""
+    max_concurrency: int = 64
+    """Episodes at once in one worker process; the others wait."""
+    step_timeout_s: float = 60.0
+    """Most seconds for one reset or step of the environment, its tools included and the policy not."""
+    episode_timeout_s: float = 600.0
+    """Most seconds for an episode from its start, waiting for the policy included."""
+    close_timeout_s: float = 5.0
+    """Most seconds for an environment to close before it is abandoned."""
+    max_observation: int = 8192
+    """Most characters of one message that the policy is shown; the rest is cut and counted."""
+    blocking_threads: int = 32
+    """Most threads for blocking tools in one worker process."""
+
+    def __post_init__(self) -> None:
+        module, separator, attribute = self.name.partition(":")
+        if not (module and separator and attribute):
+            raise ValueError(
+                f"environment.name must be module:Name, such as environments.calculator:Calculator, found {self.name!r}"
+            )
+        for name in ("max_turns", "max_concurrency", "max_observation", "blocking_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"environment.{name} must be at least 1, found {getattr(self, name)}")
+        for name in ("step_timeout_s", "episode_timeout_s", "close_timeout_s"):
+            if not (0 < getattr(self, name) < math.inf):
+                raise ValueError(
+                    f"environment.{name} must be a positive number of seconds, found {getattr(self, name)}"
+                )
+
+
+def load_environment(settings: EnvironmentSettings, seed: int) -> EnvironmentSpec:
+    """The environment that the run file names. Raises ValueError with what was found instead and near names."""
+    where = f"environment.name {settings.name!r}"
+    module_name, _, attribute = settings.name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ValueError(f"{where}: importing {module_name} failed: {error}; install what it needs") from error
+        raise ValueError(
+            f"{where}: there is no module {error.name}{_near(module_name, _module_names(module_name))}; "
+            "is its folder on the path (code.path)?"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        kind = "no such name" if found is None else f"a {type(found).__name__}, which cannot be called,"
+        raise ValueError(f"{where}: found {kind} in {module_name}{_near(attribute, names)}")
+    signature = inspect.signature(found)
+    options = dict(settings.options)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    if "seed" in signature.parameters or takes_any:
+        options.setdefault("seed", seed)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}; environment.options may hold {', '.join(signature.parameters)}") from error
+    spec = found(**options)
+    if not isinstance(spec, EnvironmentSpec):
+        raise ValueError(f"{where}: it must return an object with `make` and `tasks`, found a {type(spec).__name__}")
+    return spec
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=5, cutoff=0.5) or sorted(names)[:8]
+    return f"; near it: {', '.join(near)}" if near else ""
+
+
+def _module_names(module_name: str) -> list[str]:
+    """Full names of the modules beside the one that is not there."""
+    parent, _, _ = module_name.rpartition(".")
+    if not parent:
+        return [info.name for info in pkgutil.iter_modules()]
+    try:
+        path = importlib.import_module(parent).__path__
+    except (ImportError, AttributeError):
+        return _module_names(parent)
+    return [f"{parent}.{info.name}" for info in pkgutil.iter_modules(path)]
