@@ -1,0 +1,163 @@
+"""GroupEpisodes: the members of one attempt at a group meet, and close once.
+
+A group closes when all its members have ended, or at a deadline with those it has. Then it is a Closing, or a failed
+Verdict where too few members are usable. A mark that outlives it drops duplicates and late members, which are counted.
+"""
+
+# mypy: allow-subclassing-any, allow-untyped-decorators
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+from apache_beam.coders import BooleanCoder, VarIntCoder
+from apache_beam.pvalue import TaggedOutput
+from apache_beam.transforms.timeutil import TimeDomain
+from apache_beam.transforms.userstate import BagStateSpec, ReadModifyWriteStateSpec, TimerSpec, on_timer
+from apache_beam.typehints import with_input_types, with_output_types
+
+from trajectories.schema import Closing, Episode, Outcome, Verdict
+from transforms import metrics
+from transforms.coders import EpisodeCoder
+from transforms.dead_letters import VERDICTS
+from transforms.settings import RolloutSettings
+
+
+def close(members: Sequence[Episode], closing_id: str, min_members: int) -> Closing | Verdict:
+    """The closing of a group from the members (at least one, distinct) that ended; a failed Verdict below `min_members`.
+
+    A member is usable if it did not fail and the policy sampled in it.
+    """
+    first = members[0]
+    usable = tuple(
+        sorted(
+            (member for member in members if not member.status.failed and member.sampled_tokens),
+            key=lambda member: member.sample,
+        )
+    )
+    failed = len(members) - len(usable)
+    missing = max(0, first.group_size - len(members))
+    closing = Closing(
+        run_id=first.run_id,
+        group_id=first.group_id,
+        attempt=first.attempt,
+        closing_id=closing_id,
+        group_size=first.group_size,
+        episodes=usable,
+        failed_members=failed,
+        missing_members=missing,
+    )
+    if len(usable) >= min_members:
+        return closing
+    reason = f"{len(usable)} of {first.group_size} members are usable, {failed} failed, {missing} did not end in time"
+    return verdict(closing, Outcome.FAILED, reason)
+
+
+def verdict(closing: Closing, outcome: Outcome, reason: str) -> Verdict:
+    """A closing's end without rows, with the statistics of its usable members."""
+    episodes = closing.episodes
+    return Verdict(
+        run_id=closing.run_id,
+        group_id=closing.group_id,
+        attempt=closing.attempt,
+        outcome=outcome,
+        reason=reason,
+        closing_id=closing.closing_id,
+        members=len(episodes),
+        failed_members=closing.failed_members,
+        reward_mean=float(np.mean([episode.reward for episode in episodes])) if episodes else 0.0,
+        success_mean=float(np.mean([episode.success for episode in episodes])) if episodes else 0.0,
+        sampled_tokens=sum(episode.sampled_tokens for episode in episodes),
+        duration_s=max((episode.timings.duration_s for episode in episodes), default=0.0),
+        oldest_version=closing.oldest_version,
+    )
+
+
+class GroupEpisodes(beam.PTransform):
+    """Episode → Closing, and verdicts."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def expand(self, episodes: Any) -> Any:
+        return (
+            episodes
+            | "ByGroup" >> beam.Map(_by_group).with_output_types(tuple[str, Episode])
+            | "Gather" >> beam.ParDo(_Gather(self.settings)).with_outputs(VERDICTS, main="closings")
+        )
+
+
+def _by_group(episode: Episode) -> tuple[str, Episode]:
+    return episode.key, episode
+
+
+@with_input_types(tuple[str, Episode])
+@with_output_types(Closing, verdicts=Verdict)
+class _Gather(beam.DoFn):
+    MEMBERS = BagStateSpec("members", EpisodeCoder())
+    SAMPLES = BagStateSpec("samples", VarIntCoder())
+    CLOSED = ReadModifyWriteStateSpec("closed", BooleanCoder())
+    DEADLINE = TimerSpec("deadline", TimeDomain.REAL_TIME)
+    CLEANUP = TimerSpec("cleanup", TimeDomain.REAL_TIME)
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+
+    def process(
+        self,
+        keyed: tuple[str, Episode],
+        members: Any = beam.DoFn.StateParam(MEMBERS),
+        samples: Any = beam.DoFn.StateParam(SAMPLES),
+        closed: Any = beam.DoFn.StateParam(CLOSED),
+        deadline: Any = beam.DoFn.TimerParam(DEADLINE),
+        cleanup: Any = beam.DoFn.TimerParam(CLEANUP),
+    ) -> Iterator[Any]:
+        _, episode = keyed
+        if closed.read():
+            metrics.count("groups/late_members")
+            return
+        ended = set(samples.read())
+        if episode.sample in ended:
+            metrics.count("groups/duplicate_members")
+            return
+        members.add(episode)
+        samples.add(episode.sample)
+        if not ended:
+            deadline.set(time.time() + self.settings.group_deadline_s)
+        if len(ended) + 1 >= episode.group_size:
+            deadline.clear()
+            yield self._close(members, samples, closed, cleanup)
+
+    @on_timer(DEADLINE)
+    def on_deadline(
+        self,
+        members: Any = beam.DoFn.StateParam(MEMBERS),
+        samples: Any = beam.DoFn.StateParam(SAMPLES),
+        closed: Any = beam.DoFn.StateParam(CLOSED),
+        cleanup: Any = beam.DoFn.TimerParam(CLEANUP),
+    ) -> Iterator[Any]:
+        if not closed.read() and any(True for _ in samples.read()):
+            metrics.count("groups/at_deadline")
+            yield self._close(members, samples, closed, cleanup)
+
+    @on_timer(CLEANUP)
+    def on_cleanup(self, closed: Any = beam.DoFn.StateParam(CLOSED)) -> None:
+        closed.clear()
+
+    def _close(self, members: Any, samples: Any, closed: Any, cleanup: Any) -> Any:
+        result = close(tuple(members.read()), uuid.uuid4().hex, self.settings.min_members)
+        members.clear()
+        samples.clear()
+        closed.write(True)
+        cleanup.set(time.time() + self.settings.closed_mark_s)
+        if isinstance(result, Verdict):
+            metrics.count("groups/failed")
+            return TaggedOutput(VERDICTS, result)
+        metrics.count("groups/closed")
+        return result
