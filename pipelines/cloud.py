@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -23,10 +24,14 @@ from trajectories.storage import NotFound, PreconditionFailed, Storage, open_sto
 if TYPE_CHECKING:
     import requests
 
+    from pipelines.config import Run
+
 DATAFLOW = "https://dataflow.googleapis.com"
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MOST_WORKERS = 1000
 """Dataflow's own limit on the workers of one job."""
+SHARDS_PER_WORKER = 16
+"""Keys of RunEpisodes per worker: enough that they spread evenly, fixed for the life of a job."""
 
 _JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _PROJECT = re.compile(r"[a-z][-a-z0-9]{4,28}[a-z0-9]")
@@ -409,17 +414,37 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
-def launch(args: argparse.Namespace, resolved: Any) -> int:
+def resolve(run: Run, workers: Workers) -> Run:
+    """The run as its processes in the cloud read it: identity, storage and shards filled in.
+
+    The run's name is its id: launched again, it goes on with its topics, adapters and checkpoints.
+    """
+    if run.storage and not run.storage.startswith("gs://"):
+        raise ValueError(
+            f"storage must be a gs:// address in a cloud run, found {run.storage!r}: leave it out, and "
+            f"it is {run.cloud.bucket}/{run.name}"
+        )
+    shards = max(run.rollouts.shards, SHARDS_PER_WORKER * workers.maximum)
+    return dataclasses.replace(
+        run,
+        run_id=run.run_id or run.name,
+        storage=run.storage or f"{run.cloud.bucket}/{run.name}",
+        rollouts=dataclasses.replace(run.rollouts, shards=shards),
+    )
+
+
+def launch(args: argparse.Namespace, asked: Run) -> int:
     """The command, for a run that is loaded. Raises ValueError, LaunchError or OSError with the mend."""
-    cloud: CloudSettings = resolved.cloud
+    cloud = asked.cloud
     workers = size_workers(
         cloud,
-        max_staleness=resolved.learner.max_staleness,
-        groups_per_step=resolved.learner.groups_per_step,
-        group_size=resolved.learner.group_size,
-        max_concurrency=resolved.environment.max_concurrency,
+        max_staleness=asked.learner.max_staleness,
+        groups_per_step=asked.learner.groups_per_step,
+        group_size=asked.learner.group_size,
+        max_concurrency=asked.environment.max_concurrency,
     )
-    request = launch_request(resolved.name, cloud, workers)
+    request = launch_request(asked.name, cloud, workers)
+    resolved = resolve(asked, workers)
     if not args.json:
         print(workers, file=sys.stderr)
     if args.schedule is not None:

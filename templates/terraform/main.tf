@@ -35,7 +35,7 @@ resource "google_pubsub_subscription" "run" {
   name                 = "headrace-${var.run}-${each.key}"
   topic                = google_pubsub_topic.run[each.key].id
   labels               = { headrace-run = var.run }
-  ack_deadline_seconds = 600
+  ack_deadline_seconds = 60
 
   # The learner acknowledges after a checkpoint and a stopped run may wait for days: nothing may expire meanwhile.
   # No retry or dead-letter policy: Dataflow supports neither on a subscription that it reads.

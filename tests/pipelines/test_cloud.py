@@ -6,7 +6,7 @@ import dataclasses
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -14,8 +14,11 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from google.cloud import dataflow_v1beta3, scheduler_v1
 from google.protobuf import json_format
 
-from pipelines import cloud
+from environments.environment import EnvironmentSettings
+from learner.settings import LearnerSettings
+from pipelines import cli, cloud, settings
 from pipelines.cloud import CloudSettings, LaunchError
+from pipelines.config import Run, load_run
 from trajectories.storage import open_storage
 
 SETTINGS = CloudSettings(
@@ -26,18 +29,17 @@ SETTINGS = CloudSettings(
     service_account="headrace-worker@my-project.iam.gserviceaccount.com",
     scheduler_service_account="headrace-scheduler@my-project.iam.gserviceaccount.com",
 )
-RUN = SimpleNamespace(
+RUN = Run(
     name="calc-1",
     cloud=SETTINGS,
-    learner=SimpleNamespace(max_staleness=8, groups_per_step=64, group_size=16),
-    environment=SimpleNamespace(max_concurrency=512),
-    to_json=lambda: '{"name": "calc-1"}',
+    learner=LearnerSettings(max_staleness=8, groups_per_step=64, group_size=16),
+    environment=EnvironmentSettings(name="environments.calculator:Calculator", max_concurrency=512),
 )
 
 
-def sized(settings=SETTINGS, **changes):
+def sized(asked=SETTINGS, **changes):
     return cloud.size_workers(
-        settings, **{"max_staleness": 8, "groups_per_step": 64, "group_size": 16, "max_concurrency": 512, **changes}
+        asked, **{"max_staleness": 8, "groups_per_step": 64, "group_size": 16, "max_concurrency": 512, **changes}
     )
 
 
@@ -64,10 +66,10 @@ def test_a_bound_on_workers_that_the_run_does_not_fit_is_refused_with_the_mend()
 
 
 def test_request_is_what_dataflow_parses():
-    settings = dataclasses.replace(
+    private = dataclasses.replace(
         SETTINGS, subnetwork="regions/us-central1/subnetworks/s", public_ips=False, labels={"team": "agents"}
     )
-    request = cloud.launch_request("calc-1", settings, sized())
+    request = cloud.launch_request("calc-1", private, sized())
     parsed = json_format.ParseDict(request, dataflow_v1beta3.LaunchFlexTemplateRequest.pb()()).launch_parameter
     assert parsed.job_name == "headrace-calc-1"
     assert dict(parsed.parameters) == {"run": "gs://my-runs/team/calc-1/run.json"}
@@ -79,7 +81,7 @@ def test_request_is_what_dataflow_parses():
     assert environment.streaming_mode == dataflow_v1beta3.StreamingMode.STREAMING_MODE_AT_LEAST_ONCE
     assert {"min_num_workers=18", "streaming_mode_at_least_once"} <= set(environment.additional_experiments)
     assert dict(environment.additional_user_labels) == {"headrace-run": "calc-1", "team": "agents"}
-    assert cloud.launch_request("calc-1", settings, sized()) == request
+    assert cloud.launch_request("calc-1", private, sized()) == request
 
 
 def test_exactly_once_asks_for_no_experiment():
@@ -141,19 +143,44 @@ def test_a_run_name_that_dataflow_refuses_is_refused(name):
         cloud.launch_request(name, SETTINGS, sized())
 
 
-def test_dry_run_prints_the_request_alone(capsys):
-    assert cloud.launch(arguments("--dry-run"), RUN) == 0
+RUN_FILE = Path(__file__).parents[2] / "examples" / "calculator.toml"
+IN_THE_CLOUD = [f"--set=cloud.{key}={json.dumps(value)}" for key, value in settings.write(SETTINGS).items() if value]
+
+
+def test_dry_run_of_an_example_prints_the_request_alone(capsys):
+    assert cli.main(["launch", str(RUN_FILE), "--dry-run", *IN_THE_CLOUD]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out) == cloud.launch_request("calc-1", SETTINGS, sized())
-    assert "18 to 36 workers: 9216 episodes may be outstanding" in err
+    run = load_run(str(RUN_FILE))
+    per_group = run.learner.group_size * run.learner.groups_per_step
+    episodes = (run.learner.max_staleness + 1) * per_group
+    assert f"{episodes} episodes may be outstanding" in err
+    environment = json.loads(out)["launchParameter"]["environment"]
+    assert environment["numWorkers"] == -(-episodes // run.environment.max_concurrency)
+    cloud.check_message("LaunchFlexTemplateRequest", json.loads(out))
+
+
+def test_a_run_that_is_not_for_the_cloud_is_refused_with_the_mend(capsys):
+    assert cli.main(["launch", str(RUN_FILE), "--dry-run"]) == 2
+    assert "cloud.project, cloud.region" in capsys.readouterr().err
 
 
 def test_schedule_prints_the_scheduler_job(capsys):
-    run = SimpleNamespace(**{**vars(RUN), "cloud": dataclasses.replace(SETTINGS, schedule="0 6 * * *")})
-    assert cloud.launch(arguments("--schedule", "--json"), run) == 0
+    assert cli.main(["launch", str(RUN_FILE), "--json", *IN_THE_CLOUD, "--schedule", "0 6 * * *"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["schedule"] == "0 6 * * *"
     assert err == ""
+
+
+def test_uploaded_run_says_where_topics_and_files_are(tmp_path):
+    resolved = cloud.resolve(RUN, sized())
+    (tmp_path / "run.json").write_text(resolved.to_json())
+    read = load_run(str(tmp_path / "run.json"))
+    assert read == resolved
+    assert read.topics.tasks == "projects/my-project/topics/headrace-calc-1-tasks"
+    assert read.storage == "gs://my-runs/team/calc-1"
+    assert read.rollout_spec().rollouts.shards == 16 * 36
+    with pytest.raises(ValueError, match="storage must be a gs://"):
+        cloud.resolve(dataclasses.replace(RUN, storage="runs/here"), sized())
 
 
 def test_without_credentials_nothing_is_written_and_the_mend_is_said(monkeypatch, tmp_path):

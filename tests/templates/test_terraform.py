@@ -6,6 +6,7 @@ from pathlib import Path
 import hcl2
 
 from pipelines.cloud import CloudSettings, Workers, launch_request, launch_url, scheduler_job
+from pipelines.topics import ACK_DEADLINE_S
 from trajectories.topics import NAMES, Topics
 
 FOLDER = Path(__file__).parents[2] / "templates" / "terraform"
@@ -44,6 +45,7 @@ def test_no_policy_that_dataflow_does_not_support_and_nothing_expires():
     subscription = resources("google_pubsub_subscription")["run"]
     assert not {"retry_policy", "dead_letter_policy"} & subscription.keys()
     assert subscription["expiration_policy"] == [{"ttl": ""}]
+    assert subscription["ack_deadline_seconds"] == ACK_DEADLINE_S
 
 
 def test_scheduler_job_is_the_one_that_headrace_prints():
