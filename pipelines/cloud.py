@@ -433,7 +433,7 @@ def resolve(run: Run, workers: Workers) -> Run:
     )
 
 
-def launch(args: argparse.Namespace, asked: Run) -> int:
+def launch(args: argparse.Namespace, asked: Run, endpoint: str = DATAFLOW) -> int:
     """The command, for a run that is loaded. Raises ValueError, LaunchError or OSError with the mend."""
     cloud = asked.cloud
     workers = size_workers(
@@ -456,7 +456,7 @@ def launch(args: argparse.Namespace, asked: Run) -> int:
     with google_errors():
         session = authorized_session()  # before the upload: without credentials nothing changes
         upload_run(open_storage(f"{cloud.bucket}/{resolved.name}"), resolved.to_json().encode(), replace=args.replace)
-        job = post_launch(session, launch_url(cloud), request)
+        job = post_launch(session, launch_url(cloud, endpoint), request)
     name = job_name(resolved.name)
     if args.json:
         print(json.dumps({"job_name": name, "already_running": job is None, "job": job}))

@@ -19,6 +19,8 @@ from learner.settings import LearnerSettings
 from pipelines import cli, cloud, settings
 from pipelines.cloud import CloudSettings, LaunchError
 from pipelines.config import Run, load_run
+from templates.spec import main as write_spec
+from tests.gcs import fake_gcs
 from trajectories.storage import open_storage
 
 SETTINGS = CloudSettings(
@@ -248,16 +250,27 @@ def dataflow(tmp_path, monkeypatch):
     thread.join()
 
 
-def test_request_is_posted_with_the_credentials_and_a_second_launch_is_harmless(dataflow):
-    request = cloud.launch_request("calc-1", SETTINGS, sized())
-    session = cloud.authorized_session()
-    url = cloud.launch_url(SETTINGS, dataflow.url)
-    assert cloud.post_launch(session, url, request) == {"id": "job-1"}
-    assert dataflow.seen == [
-        ("/v1b3/projects/my-project/locations/us-central1/flexTemplates:launch", "Bearer t0ken", request)
-    ]
-    dataflow.status = 409
-    assert cloud.post_launch(session, url, request) is None
+def test_launch_uploads_the_run_and_posts_and_again_is_harmless(dataflow, capsys):
+    with fake_gcs("my-runs"):
+        assert write_spec(["--image", SETTINGS.image, "--out", SETTINGS.spec_url]) == 0
+        assert cloud.launch(arguments(), RUN, dataflow.url) == 0
+        assert "headrace-calc-1 is starting: https://console.cloud.google.com/" in capsys.readouterr().out
+        ((path, token, request),) = dataflow.seen
+        assert path == "/v1b3/projects/my-project/locations/us-central1/flexTemplates:launch"
+        assert token == "Bearer t0ken"
+        asked = request["launchParameter"]
+        assert load_run(asked["parameters"]["run"]) == cloud.resolve(RUN, sized())
+        folder, _, name = asked["containerSpecGcsPath"].rpartition("/")
+        assert json.loads(open_storage(folder).read(name))["image"] == SETTINGS.image
+
+        dataflow.status = 409
+        assert cloud.launch(arguments("--json"), RUN, dataflow.url) == 0
+        assert json.loads(capsys.readouterr().out)["already_running"] is True
+
+        changed = dataclasses.replace(RUN, seed=1)
+        with pytest.raises(LaunchError, match="--replace"):
+            cloud.launch(arguments(), changed, dataflow.url)
+        assert len(dataflow.seen) == 2
 
 
 @pytest.mark.parametrize(
