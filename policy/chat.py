@@ -293,8 +293,8 @@ def load_chat(model: str) -> ChatFormat:
     `vocabulary.json`. Raises ChatFormatError."""
     if model in _MODEL_FORMATS:
         return _MODEL_FORMATS[model]()
-    path = Path(model)
-    if path.suffix == ".gguf" and path.is_file():
+    path = Path(model).expanduser()
+    if path.is_file():
         return TemplateChat(load_gguf_tokenizer(path))
     if (path / "vocabulary.json").is_file():
         return load_tiny_chat(path / "vocabulary.json")
