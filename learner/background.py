@@ -1,0 +1,270 @@
+"""The threads that keep the host out of the device's way: one runs steps, one publishes adapters, one saves checkpoints.
+
+Invariants: each owns what it works on and talks to the learner's loop through events alone; the device thread goes from one
+step to the next without waiting for storage or for the loop; every wait on them is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from learner.buffer import Held
+from learner.checkpoints import Checkpoints, Snapshot
+from policy.adapters import AdapterStore, Fenced, Lease
+from policy.lora import Adapter
+from trajectories.schema import Row, Version
+
+logger = logging.getLogger(__name__)
+
+Inbox = Callable[[Any], None]
+_RETRY_S = 1.0
+
+
+class StepRunner(Protocol):
+    """What the device thread needs of `learner.step.Trainer`."""
+
+    @property
+    def adapter(self) -> Adapter: ...
+    @property
+    def compiles(self) -> int: ...
+    @property
+    def step_number(self) -> int: ...
+    def compile(self) -> float: ...
+    def prepare(self, rows: Sequence[Row]) -> Any: ...
+    def run(self, prepared: Any, *, interrupted: Callable[[], bool]) -> Any | None: ...
+    def state(self) -> Any: ...
+    def restore(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One assembled step."""
+
+    step: int
+    """Learner step at which it trains; the policy is `step + 1` after it."""
+    chosen: tuple[Held, ...]
+    prepared: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    seconds: float
+    compiles: int
+    """Of the process, so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    work: Work
+    metrics: Any
+    adapter: Adapter
+    """After the step; valid for good."""
+    state: Any
+    """After the step; valid for good."""
+    began: float
+    ended: float
+    """By the learner's clock."""
+    ended_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGivenUp:
+    """An interrupted step: its closings have not trained."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    version: Version
+    at: float
+    """By the learner's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint is durable: what it holds may be acknowledged."""
+
+    name: str
+    acks: Sequence[Callable[[], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    error: BaseException
+    acks: Sequence[Callable[[], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """A newer incarnation has claimed the run."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A background thread met an error that it cannot mend."""
+
+    error: BaseException
+
+
+class Device:
+    """Compiles once, then runs the steps it is given, one after another."""
+
+    def __init__(self, trainer: StepRunner, inbox: Inbox, clock: Callable[[], float]) -> None:
+        self._trainer, self._inbox, self._clock = trainer, inbox, clock
+        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._interrupted = threading.Event()
+        self._drained = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        self._works.put(work)
+
+    def drain(self) -> None:
+        """Finish the step that runs; give up those behind it."""
+        self._drained.set()
+
+    def interrupt(self) -> None:
+        """Give up all steps, the one that runs too."""
+        self._drained.set()
+        self._interrupted.set()
+
+    def close(self, timeout_s: float) -> None:
+        self.interrupt()
+        self._works.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            seconds = self._trainer.compile()
+            self._inbox(Compiled(seconds, self._trainer.compiles))
+            while (work := self._works.get()) is not None:
+                self._step(work)
+        except Exception as error:
+            logger.exception("the device thread failed")
+            self._inbox(Crashed(error))
+
+    def _step(self, work: Work) -> None:
+        if self._drained.is_set():
+            self._inbox(StepGivenUp(work))
+            return
+        began = self._clock()
+        metrics = self._trainer.run(work.prepared, interrupted=self._interrupted.is_set)
+        if metrics is None:
+            self._inbox(StepGivenUp(work))
+            return
+        ended, ended_at = self._clock(), time.time()
+        self._inbox(StepDone(work, metrics, self._trainer.adapter, self._trainer.state(), began, ended, ended_at))
+
+
+class AdapterPublisher:
+    """Publishes the newest adapter it was offered, at most once per interval. What is overtaken is never written."""
+
+    def __init__(
+        self, store: AdapterStore, keep: int, interval_s: float, inbox: Inbox, clock: Callable[[], float]
+    ) -> None:
+        self._store, self._keep, self._interval_s = store, keep, interval_s
+        self._inbox, self._clock = inbox, clock
+        self._changed = threading.Condition()
+        self._offer: tuple[Version, Adapter, float] | None = None
+        self._busy = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="adapter-publisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, version: Version, adapter: Adapter, step_ended_at: float) -> None:
+        with self._changed:
+            self._offer = version, adapter, step_ended_at
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Publish what was offered last, then stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        written = -self._interval_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._offer is not None or self._closing)
+                wait = written + self._interval_s - self._clock()
+                if wait > 0 and not self._closing:
+                    self._changed.wait(wait)
+                    continue
+                if self._offer is None:
+                    return
+                (version, adapter, ended_at), self._offer = self._offer, None
+            try:
+                self._store.publish(version, adapter, step_ended_at=ended_at)
+                written = self._clock()
+                self._inbox(Published(version, written))
+                self._store.prune(self._keep)
+            except Fenced as error:
+                self._inbox(TakenOver(error))
+                return
+            except OSError as error:
+                logger.warning("adapter %s could not be published, trying again: %s", version, error)
+                self._offer_again(version, adapter, ended_at)
+            except Exception as error:
+                logger.exception("adapter %s could not be published", version)
+                self._inbox(Crashed(error))
+                return
+
+    def _offer_again(self, version: Version, adapter: Adapter, ended_at: float) -> None:
+        with self._changed:
+            if self._offer is None and not self._closing:
+                self._offer = version, adapter, ended_at
+                self._changed.wait(_RETRY_S)
+
+
+class CheckpointWriter:
+    """Saves snapshots in the background, one at a time, and says when one is durable."""
+
+    def __init__(self, checkpoints: Checkpoints, lease: Lease, inbox: Inbox) -> None:
+        self._checkpoints, self._lease, self._inbox = checkpoints, lease, inbox
+        self._requests: queue.SimpleQueue[tuple[Snapshot, Sequence[Callable[[], None]]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def save(self, snapshot: Snapshot, acks: Sequence[Callable[[], None]]) -> None:
+        """Save; then an event `Saved` or `SaveFailed` brings `acks` back."""
+        self._requests.put((snapshot, acks))
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was asked for, then stop."""
+        self._requests.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            snapshot, acks = request
+            try:
+                if not self._lease.still_mine():
+                    self._inbox(TakenOver(Fenced("a newer incarnation of the learner has claimed the run")))
+                    return
+                self._inbox(Saved(self._checkpoints.save(snapshot), acks))
+            except Exception as error:
+                # The run goes on: its messages stay unacknowledged until a later checkpoint holds them.
+                logger.exception("a checkpoint of step %d failed", snapshot.step)
+                self._inbox(SaveFailed(error, acks))

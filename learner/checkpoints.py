@@ -1,0 +1,186 @@
+"""Checkpoints: the training state (Orbax), the ledger and the record of the run, of one moment.
+
+    checkpoints/<incarnation>-<serial>-step-<step>/state/         Orbax
+                                                   ledger         bytes of `Ledger`
+                                                   record.json    counters, curve, evaluation before
+                                                   COMMITTED.json  SHA-256 of all of it, written last
+
+Invariants: a folder without its marker does not exist for a reader; a checkpoint is used only if every byte is what the
+marker says; incarnations never write to one another's folders. Never pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from trajectories.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_MARKER = "COMMITTED.json"
+_LEDGER = "ledger"
+_RECORD = "record.json"
+_STATE = "state"
+_NAME = re.compile(r"(\d{6,})-(\d{6,})-step-(\d+)")
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint of the run can be used."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What one checkpoint holds."""
+
+    step: int
+    state: Any
+    """Pytree of arrays (numpy or JAX)."""
+    ledger: bytes
+    record: Mapping[str, Any]
+    """JSON."""
+
+
+class Checkpoints:
+    """The checkpoints of a run. One thread at a time."""
+
+    def __init__(self, storage: Storage, incarnation: int, keep: int) -> None:
+        """`storage` holds nothing but checkpoints; new ones are written as `incarnation`'s."""
+        self._storage, self._incarnation, self._keep = storage, incarnation, keep
+        self._serial = 0
+
+    def save(self, snapshot: Snapshot) -> str:
+        """Write a checkpoint, wait until it is durable, and remove those that are too many; returns its name."""
+        self._serial += 1
+        name = f"{self._incarnation:06d}-{self._serial:06d}-step-{snapshot.step}"
+        leaves = _leaves(snapshot.state)
+        record = json.dumps(snapshot.record).encode()
+        _checkpointer_save(f"{self._storage.url}/{name}/{_STATE}", leaves)
+        self._storage.write(f"{name}/{_LEDGER}", snapshot.ledger)
+        self._storage.write(f"{name}/{_RECORD}", record)
+        marker = {
+            "format": _FORMAT,
+            "step": snapshot.step,
+            "state": _digest(leaves),
+            "ledger": hashlib.sha256(snapshot.ledger).hexdigest(),
+            "record": hashlib.sha256(record).hexdigest(),
+        }
+        self._storage.write(f"{name}/{_MARKER}", json.dumps(marker).encode())
+        self._prune()
+        return name
+
+    def names(self) -> list[str]:
+        """Committed checkpoints, newest first."""
+        found = (path.removesuffix(f"/{_MARKER}") for path in self._storage.list() if path.endswith(f"/{_MARKER}"))
+        return sorted((name for name in found if _NAME.fullmatch(name)), key=_age, reverse=True)
+
+    def newest(self, like: Any) -> Snapshot | None:
+        """The newest whole checkpoint, its state with the structure of `like`; None if there never was one.
+
+        Damaged ones are passed over with a warning. Raises CheckpointError if all are damaged, ValueError if the
+        newest whole one is of another model, adapter or optimizer.
+        """
+        names = self.names()
+        for name in names:
+            try:
+                step, leaves, ledger, record = self._read(name)
+            except Exception as error:
+                # Whatever the bytes on a disk have become, Orbax, tensorstore and JSON each raise their own.
+                logger.warning("checkpoint %s in %s is damaged and passed over: %s", name, self._storage.url, error)
+                continue
+            return Snapshot(step, _unflatten(leaves, like, name), ledger, record)
+        if names:
+            raise CheckpointError(
+                f"all {len(names)} checkpoints in {self._storage.url} are damaged; to begin anew, start a fresh run"
+            )
+        return None
+
+    def _read(self, name: str) -> tuple[int, dict[str, Any], bytes, dict[str, Any]]:
+        marker = json.loads(self._storage.read(f"{name}/{_MARKER}"))
+        if marker["format"] != _FORMAT:
+            raise ValueError(f"it has format {marker['format']}, this process reads {_FORMAT}")
+        ledger = self._storage.read(f"{name}/{_LEDGER}")
+        record = self._storage.read(f"{name}/{_RECORD}")
+        for what, data in (("ledger", ledger), ("record", record)):
+            if hashlib.sha256(data).hexdigest() != marker[what]:
+                raise ValueError(f"its {what} is not what the marker says")
+        leaves = _checkpointer_restore(f"{self._storage.url}/{name}/{_STATE}")
+        if _digest(leaves) != marker["state"]:
+            raise ValueError("its training state is not what the marker says")
+        return int(marker["step"]), leaves, ledger, json.loads(record)
+
+    def _prune(self) -> None:
+        """Remove all but the newest, and what crashes left behind without a marker."""
+        kept = self.names()[: self._keep]
+        folders = {path.split("/", 1)[0] for path in self._storage.list()}
+        own = f"{self._incarnation:06d}-"
+        for folder in sorted(folders - set(kept)):
+            if not _NAME.fullmatch(folder) or _age(folder) > _age(f"{own}{self._serial:06d}-step-0"):
+                continue  # a newer incarnation may be writing it
+            self._storage.delete(f"{folder}/{_MARKER}")
+            _remove(f"{self._storage.url}/{folder}")
+
+
+def _age(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+def _leaves(state: Any) -> dict[str, Any]:
+    """{path: numpy array}: names that stay readable without the program that wrote them."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
+
+
+def _unflatten(leaves: Mapping[str, Any], like: Any, name: str) -> Any:
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(like)]
+    if set(paths) != set(leaves):
+        raise ValueError(
+            f"checkpoint {name} is of another run: it lacks {sorted(set(paths) - set(leaves))} and has "
+            f"{sorted(set(leaves) - set(paths))} besides. Start a fresh run, or restore the run's settings"
+        )
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in paths])
+
+
+def _digest(leaves: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(leaves):
+        array = np.ascontiguousarray(leaves[path])
+        digest.update(f"{path} {array.dtype.str} {list(array.shape)}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _checkpointer_save(url: str, leaves: Mapping[str, Any]) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(url, dict(leaves), force=True)
+        checkpointer.wait_until_finished()
+
+
+def _checkpointer_restore(url: str) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        return dict(checkpointer.restore(url))
+
+
+def _remove(url: str) -> None:
+    from etils import epath
+
+    folder = epath.Path(url)
+    if folder.exists():
+        folder.rmtree()
