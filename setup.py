@@ -36,6 +36,7 @@ setup(
             "hypothesis",
             "mypy",
             "pytest",
+            "python-hcl2",
             "pytest-timeout",
             "ruff",
             "setuptools>=75",

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+from pipelines.attempts import AttemptError, new_attempt, new_run_id, newest_attempt
+
+
+def test_attempts_are_numbered_and_the_newest_is_linked(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = new_attempt(out)
+    first.run_file.write_text("{}")
+    (first.folder / "summary.json").write_text("first")
+    assert (out / "summary.json").read_text() == "first"
+    second = new_attempt(out)
+    assert second.folder.name == "0002"
+    assert not (out / "summary.json").exists()
+    second.run_file.write_text("{}")
+    assert newest_attempt(out).folder == second.folder.resolve()
+    assert new_run_id("demo", second) != new_run_id("demo", second)
+
+
+def test_resuming_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AttemptError, match="leave out --resume"):
+        newest_attempt(tmp_path)
+
+
+def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("mine")
+    with pytest.raises(AttemptError, match="in the way"):
+        new_attempt(tmp_path)
+    assert (tmp_path / "summary.json").read_text() == "mine"
+
+
+def test_one_attempt_is_never_run_twice_at_once(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path)
+    with attempt.locked(), pytest.raises(AttemptError, match="in use"), attempt.locked():
+        pass
+    with attempt.locked():
+        pass

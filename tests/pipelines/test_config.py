@@ -1,0 +1,78 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelines import reference
+from pipelines.cli import DEMO, TINY_DEMO, main
+from pipelines.config import load_run
+from pipelines.settings import SettingsError
+
+
+@pytest.mark.parametrize("file", [DEMO, TINY_DEMO])
+def test_the_examples_are_valid_and_survive_resolution(file: Path, tmp_path: Path) -> None:
+    run = load_run(str(file), ["run_id=x-1", "storage=/tmp/somewhere"])
+    resolved = tmp_path / "run.json"
+    resolved.write_text(run.to_json())
+    assert load_run(str(resolved)) == run
+    spec = run.rollout_spec()
+    assert (spec.run_id, spec.storage_url, spec.topics.tasks) == (
+        "x-1",
+        "/tmp/somewhere",
+        "projects/headrace-local/topics/headrace-x-1-tasks",
+    )
+
+
+def write_run(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name = "a"\n[learner]\ngroup_sise = 4', "unknown key learner.group_sise; did you mean group_size"),
+        ('name = "A b"', "lower-case letters"),
+        ("[model]", "name must be set"),
+        ('name = "a"\n[sampling]\nmax_context = 4000', "add a bucket"),
+        ('name = "a"\n[sampling]\nmax_context = 64\nmax_tokens = 64', "must be below sampling.max_context"),
+        ('name = "a"\n[sampling]\ntemperature = 0.0', "above 0"),
+        ('name = "a"\n[loss]\nimportance_weights = false', "Turn the weights on or set max_staleness = 0"),
+        ('name = "a"\n[environment]\nepisode_timeout_s = 5000.0', "issued twice"),
+        ('name = "a"\n[rollouts]\nmin_members = 9\n[learner]\ngroup_size = 8', "else every group fails"),
+        ('name = "a"\nstorage = "gs://b/x"', "set cloud.project"),
+        ('name = "a', "cannot be parsed"),
+    ],
+)
+def test_runs_that_cannot_work_are_refused_with_the_mend(text: str, message: str, tmp_path: Path) -> None:
+    file = write_run(tmp_path, text)
+    with pytest.raises(SettingsError, match=message) as caught:
+        load_run(file)
+    assert file in str(caught.value)
+
+
+def test_the_command_prints_the_resolved_run_or_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(TINY_DEMO), "--dry-run", "--set", "learner.steps=3", "--seed", "5"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["learner"]["steps"], printed["seed"]) == (3, 5)
+    assert main(["run", str(tmp_path / "none.toml"), "--dry-run"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    assert main(["demo", "--tiny", "--dry-run", "--set", "learner.stepz=3"]) == 2
+    assert "did you mean steps?" in capsys.readouterr().err
+
+
+def test_code_path_is_importable_from_the_run_file_on(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "headrace_test_environment.py").write_text("VALUE = 7\n")
+    load_run(write_run(tmp_path, 'name = "a"\n[code]\npath = "mine"'))
+    import headrace_test_environment  # type: ignore[import-not-found]
+
+    assert headrace_test_environment.VALUE == 7
+
+
+def test_the_reference_of_the_run_file_is_current() -> None:
+    """docs/run-file.md is made from the settings' docstrings; `python -m pipelines.reference` renews it."""
+    assert reference.TARGET.read_text() == reference.page()
