@@ -1,27 +1,42 @@
 """Topics, subscriptions and snapshots: what the API's requests mean, apart from gRPC.
 
-Invariant: one thread (the event loop's) owns all state here. A request changes memory so that a later request sees it in
-order, submits to the log, and answers after the commit. A published message becomes deliverable when its commit is
-reported; an acknowledged one leaves memory at once, so it is not delivered again while its commit is under way.
+Invariant: one thread (the event loop's) owns all state here; what the log's writer runs gets plain values. A request
+changes memory so that a later request sees it in order, submits to the log, and answers after the commit. A published
+message becomes deliverable when its commit is reported; an acknowledged one leaves memory at once, so it is not
+delivered again while its commit is under way.
 
 Memory holds a small record for each unacknowledged message and a bounded cache of bodies; the bodies are in the log.
 """
 
 import asyncio
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from google.pubsub_v1 import types
 
-from emulator.delivery import Delivery, DeliverySettings, Lease, Pending
-from emulator.filters import Filter, parse_filter
+from emulator.delivery import Delivery, Lease, Pending
+from emulator.filters import parse_filter
 from emulator.names import DELETED_TOPIC, check_name, check_project
+from emulator.resources import (
+    BodyCache,
+    PubsubMessage,
+    ReceivedMessage,
+    Snapshot,
+    SnapshotState,
+    Subscription,
+    SubscriptionState,
+    Topic,
+    TopicState,
+    delivery_settings,
+    put_snapshot,
+    put_subscription,
+    put_topic,
+)
 from emulator.storage import Log, NewMessage, Operations, StoredMessage
 from emulator.validation import (
     DAY_S,
@@ -29,7 +44,6 @@ from emulator.validation import (
     check_publish,
     check_topic,
     complete_subscription,
-    duration_s,
     invalid,
     named,
     updated,
@@ -52,18 +66,6 @@ DEFAULT_PAGE = 1000
 SECOND_NS = 1_000_000_000
 
 
-def protobuf_class(wrapper: Any) -> Any:
-    """The plain protobuf class behind one of google-cloud-pubsub's wrappers."""
-    return type(wrapper.pb(wrapper()))
-
-
-Topic = protobuf_class(types.Topic)
-Subscription = protobuf_class(types.Subscription)
-Snapshot = protobuf_class(types.Snapshot)
-PubsubMessage = protobuf_class(types.PubsubMessage)
-ReceivedMessage = protobuf_class(types.ReceivedMessage)
-
-
 @dataclass(frozen=True)
 class Clock:
     """The time, from outside."""
@@ -72,99 +74,6 @@ class Clock:
     """Seconds that never go back: leases and backoffs."""
     wall_ns: Callable[[], int]
     """Nanoseconds since the epoch: publish times and retention."""
-
-
-@dataclass(eq=False)
-class TopicState:
-    """A topic, deleted ones included as long as a subscription or snapshot refers to them."""
-
-    id: int
-    proto: Any
-    """google.pubsub.v1.Topic."""
-    subscriptions: "dict[int, SubscriptionState]" = field(default_factory=dict)
-    """Those that get what is published: not the detached ones."""
-    snapshots: int = 0
-    deleted: bool = False
-
-    @property
-    def retention_ns(self) -> int | None:
-        """How long the topic itself keeps its messages, if it does."""
-        if self.deleted or not self.proto.HasField("message_retention_duration"):
-            return None
-        return int(self.proto.message_retention_duration.ToNanoseconds())
-
-
-@dataclass(eq=False)
-class SubscriptionState:
-    """A subscription and its delivery."""
-
-    id: int
-    proto: Any
-    """google.pubsub.v1.Subscription."""
-    topic: TopicState
-    delivery: Delivery
-    matches: Filter | None
-    """None: every message."""
-    listeners: set[asyncio.Event] = field(default_factory=set)
-    """Those who wait for something to deliver."""
-    closed: Refused | None = None
-    """Why nothing is delivered any more: deleted, or detached."""
-
-    def wake(self) -> None:
-        """Something may be ready, or the subscription has closed."""
-        for listener in self.listeners:
-            listener.set()
-
-    @contextmanager
-    def listening(self) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something may be ready."""
-        event = asyncio.Event()
-        self.listeners.add(event)
-        try:
-            yield event
-        finally:
-            self.listeners.discard(event)
-
-
-@dataclass(eq=False)
-class SnapshotState:
-    """A snapshot: the messages captured in the log, and everything of the topic with an id above `cut`."""
-
-    id: int
-    proto: Any
-    """google.pubsub.v1.Snapshot."""
-    topic: TopicState
-    cut: int
-
-
-class BodyCache:
-    """The most recently used bodies, up to a number of bytes."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bodies: OrderedDict[int, bytes] = OrderedDict()
-        self._bytes = 0
-
-    def put(self, message: int, body: bytes) -> None:
-        """Keep a body, at the cost of those not used for longest."""
-        self.drop(message)
-        self._bodies[message] = body
-        self._bytes += len(body)
-        while self._bytes > self._max_bytes:
-            self._bytes -= len(self._bodies.popitem(last=False)[1])
-
-    def get(self, message: int) -> bytes | None:
-        """The body, if it is here."""
-        body = self._bodies.get(message)
-        if body is not None:
-            self._bodies.move_to_end(message)
-        return body
-
-    def drop(self, message: int) -> None:
-        """Let go of a body."""
-        body = self._bodies.pop(message, None)
-        if body is not None:
-            self._bytes -= len(body)
 
 
 class Broker:
@@ -222,27 +131,27 @@ class Broker:
         """Delete what no retention covers any more and give spare disk space back."""
         wall_ns = self._clock.wall_ns()
         for subscription in self._subscriptions.values():
-            cutoff_ns = wall_ns - subscription.proto.message_retention_duration.ToNanoseconds()
-            expired = subscription.delivery.older_than(cutoff_ns)
-            for message in expired:
-                subscription.delivery.forget(message)
-            if expired:
-                subscription.wake()
-                self._submit(lambda log, s=subscription, ids=expired: log.acknowledge(s.id, ids))
-            if subscription.proto.retain_acked_messages:
-                self._submit(
-                    lambda log, s=subscription, cutoff=cutoff_ns: log.expire_acknowledged(s.id, s.topic.id, cutoff)
-                )
+            self._expire(subscription, wall_ns - subscription.proto.message_retention_duration.ToNanoseconds())
         for topic in self._topics.values():
             if topic.retention_ns is not None:
                 self._submit(
-                    lambda log, t=topic, cutoff=wall_ns - topic.retention_ns: log.expire_retained(t.id, cutoff)
+                    partial(Operations.expire_retained, topic=topic.id, before_ns=wall_ns - topic.retention_ns)
                 )
         for snapshot in list(self._snapshots.values()):
             if snapshot.proto.expire_time.ToNanoseconds() <= wall_ns:
                 self._drop_snapshot(snapshot)
-        self._submit(lambda log: log.forget_deleted_topics())
+        self._submit(Operations.forget_deleted_topics)
         self._log.tidy()
+
+    def _expire(self, subscription: SubscriptionState, before_ns: int) -> None:
+        expired = subscription.delivery.older_than(before_ns)
+        for message in expired:
+            subscription.delivery.forget(message)
+        if expired:
+            subscription.wake()
+            self._submit(lambda log: log.acknowledge(subscription.id, expired))
+        if subscription.proto.retain_acked_messages:
+            self._submit(lambda log: log.expire_acknowledged(subscription.id, subscription.topic.id, before_ns))
 
     def close(self) -> None:
         """Release the reading thread. The log is the caller's."""
@@ -259,7 +168,7 @@ class Broker:
             if proto.name in self._topics:
                 raise _exists(proto.name)
             topic = TopicState(self._new_id(), proto)
-            await self._commit(lambda log: _put_topic(log, topic))
+            await self._commit(put_topic(topic))
             self._topics[proto.name] = topic
         return proto
 
@@ -270,9 +179,10 @@ class Broker:
             proto = updated("topic", topic.proto, wanted, mask)
             check_topic(proto)
             topic.proto = proto
+            put = put_topic(topic)
 
             def change(log: Operations) -> None:
-                _put_topic(log, topic)
+                put(log)
                 log.sweep(topic.id)
 
             await self._commit(change)
@@ -303,18 +213,20 @@ class Broker:
             topic = self._topic(name)
             del self._topics[name]
             topic.deleted = True
-            for state in [*self._subscriptions.values(), *self._snapshots.values()]:
-                if state.topic is topic:
-                    state.proto.topic = DELETED_TOPIC
+            puts: list[Callable[[Operations], None]] = []
+            for subscription in self._subscriptions.values():
+                if subscription.topic is topic:
+                    subscription.proto.topic = DELETED_TOPIC
+                    puts.append(put_subscription(subscription))
+            for snapshot in self._snapshots.values():
+                if snapshot.topic is topic:
+                    snapshot.proto.topic = DELETED_TOPIC
+                    puts.append(put_snapshot(snapshot))
 
             def delete(log: Operations) -> None:
                 log.delete_topic(topic.id)
-                for state in self._subscriptions.values():
-                    if state.topic is topic:
-                        _put_subscription(log, state)
-                for snapshot in self._snapshots.values():
-                    if snapshot.topic is topic:
-                        _put_snapshot(log, snapshot)
+                for put in puts:
+                    put(log)
 
             await self._commit(delete)
 
@@ -382,7 +294,7 @@ class Broker:
             proto.state = types.Subscription.State.ACTIVE
             proto.detached = False
             subscription = self._subscription_state(self._new_id(), proto, topic)
-            await self._commit(lambda log: _put_subscription(log, subscription))
+            await self._commit(put_subscription(subscription))
             self._register(subscription)
         return self._shown(subscription)
 
@@ -395,9 +307,17 @@ class Broker:
             if proto.HasField("dead_letter_policy"):
                 self._topic(proto.dead_letter_policy.dead_letter_topic)
             subscription.proto = proto
-            subscription.delivery.settings = _delivery_settings(proto)
+            subscription.delivery.settings = delivery_settings(proto)
             subscription.wake()
-            await self._commit(lambda log: _put_subscription(log, subscription))
+            put = put_subscription(subscription)
+            retains = proto.retain_acked_messages
+
+            def change(log: Operations) -> None:
+                put(log)
+                if not retains:
+                    log.drop_acknowledged(subscription.id, subscription.topic.id)
+
+            await self._commit(change)
         return self._shown(subscription)
 
     def get_subscription(self, name: str) -> Any:
@@ -422,9 +342,10 @@ class Broker:
             subscription = self._subscription(name)
             subscription.proto.detached = True
             self._close(subscription, _detached(name))
+            put = put_subscription(subscription)
 
             def detach(log: Operations) -> None:
-                _put_subscription(log, subscription)
+                put(log)
                 log.drop_backlog(subscription.id, subscription.topic.id)
 
             await self._commit(detach)
@@ -557,9 +478,10 @@ class Broker:
             proto.expire_time.FromNanoseconds(wall_ns + life_ns)
             snapshot = SnapshotState(self._new_id(), proto, topic, cut=self._next_id - 1)
             topic.snapshots += 1
+            put = put_snapshot(snapshot)
 
             def create(log: Operations) -> None:
-                _put_snapshot(log, snapshot)
+                put(log)
                 log.capture(snapshot.id, subscription.id)
 
             await self._commit(create)
@@ -579,7 +501,7 @@ class Broker:
         async with self._administration:
             snapshot = self._snapshot(wanted.name)
             snapshot.proto = updated("snapshot", snapshot.proto, wanted, mask)
-            await self._commit(lambda log: _put_snapshot(log, snapshot))
+            await self._commit(put_snapshot(snapshot))
         return snapshot.proto
 
     async def delete_snapshot(self, name: str) -> None:
@@ -694,7 +616,7 @@ class Broker:
         return f"{self._ack_prefix}-{self._boot}-{subscription.id:x}-{lease.pending.message:x}-{lease.serial:x}"
 
     def _parse_ack_id(self, subscription: SubscriptionState, ack_id: str) -> tuple[int, int]:
-        """(message, serial). A serial of 0 is of a lease from before a restart, a message of 0 of another subscription."""
+        """(message, serial); serial 0: leased before a restart; message 0: of another subscription."""
         try:
             log, boot, of, message, serial = ack_id.split("-")
             numbers = int(of, 16), int(message, 16), int(serial, 16)
@@ -729,7 +651,7 @@ class Broker:
             id=number,
             proto=proto,
             topic=topic,
-            delivery=Delivery(_delivery_settings(proto)),
+            delivery=Delivery(delivery_settings(proto)),
             matches=parse_filter(proto.filter) if proto.filter else None,
             closed=_detached(proto.name) if proto.detached else None,
         )
@@ -759,29 +681,6 @@ class Broker:
 
 def _pending(stored: Iterable[StoredMessage]) -> list[Pending]:
     return [Pending(m.message, m.size, m.published_ns, m.key, m.attempts) for m in stored]
-
-
-def _delivery_settings(proto: Any) -> DeliverySettings:
-    retries = proto.HasField("retry_policy")
-    return DeliverySettings(
-        ordered=proto.enable_message_ordering,
-        exactly_once=proto.enable_exactly_once_delivery,
-        max_attempts=proto.dead_letter_policy.max_delivery_attempts if proto.HasField("dead_letter_policy") else 0,
-        min_backoff_s=duration_s(proto.retry_policy.minimum_backoff) if retries else 0.0,
-        max_backoff_s=duration_s(proto.retry_policy.maximum_backoff) if retries else 0.0,
-    )
-
-
-def _put_topic(log: Operations, topic: TopicState) -> None:
-    log.put_topic(topic.id, topic.proto.name, topic.retention_ns, topic.proto.SerializeToString())
-
-
-def _put_subscription(log: Operations, state: SubscriptionState) -> None:
-    log.put_subscription(state.id, state.proto.name, state.topic.id, state.proto.SerializeToString())
-
-
-def _put_snapshot(log: Operations, state: SnapshotState) -> None:
-    log.put_snapshot(state.id, state.proto.name, state.topic.id, state.cut, state.proto.SerializeToString())
 
 
 def _page(found: dict[str, T], page_size: int, page_token: str) -> tuple[list[T], str]:

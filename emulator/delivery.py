@@ -1,8 +1,8 @@
 """The delivery of one subscription: who holds which message until when. Pure logic; the time is an argument.
 
 Invariant: a pending message is in exactly one place: ready (once), waiting in its ordering key's line, waiting for its
-backoff to pass, leased (once), or dead (handed to the caller for its dead-letter topic). Only `acknowledge` and `forget`
-end it. Of an ordering key, either nothing is leased or one batch that went to one consumer, in order.
+backoff to pass, leased (once), or dead (handed to the caller for its dead-letter topic). Only `acknowledge` and
+`forget` end it. Of an ordering key, either nothing is leased or one batch that went to one consumer, in order.
 """
 
 import heapq
@@ -213,7 +213,7 @@ class Delivery:
             self._settle_line(pending.key, line, self._fresh)
 
     def tick(self, now: float) -> bool:
-        """Take back leases past their deadline and release what has waited its backoff. Whether anything is ready now."""
+        """Take back leases past their deadline, release what has waited its backoff; whether there was any."""
         changed = False
         while self._deadlines and self._deadlines[0][0] <= now:
             _, message, serial = heapq.heappop(self._deadlines)
@@ -260,7 +260,7 @@ class Delivery:
         return self.settings.ordered and pending.key != ""
 
     def _ready_queue(self) -> deque[int | str] | None:
-        """What came back and what is new take turns, so that neither a poison message nor a backlog starves the other."""
+        """What came back and what is new take turns: neither a poison message nor a backlog starves the other."""
         self._returned_next = not self._returned_next
         first, second = (self._returned, self._fresh) if self._returned_next else (self._fresh, self._returned)
         return first or second or None

@@ -1,4 +1,4 @@
-"""Subscription filters: the attribute language of Pub/Sub, parsed once and then a pure function of a message's attributes.
+"""Subscription filters: the attribute language of Pub/Sub, parsed into a pure function of a message's attributes.
 
     attributes:key                         the key is present
     attributes.key = "value"               present with exactly this value

@@ -22,8 +22,8 @@ def check_name(name: str, collection: str) -> str:
     """`name` itself, if it names one of the `collection` ("topics", "subscriptions" or "snapshots"). Raises BadName."""
     if not _NAMES[collection].fullmatch(name):
         raise BadName(
-            f"found {name!r}, expected projects/{{project}}/{collection}/{{id}}: a project of 6 to 30 lower-case letters, "
-            "digits and dashes, and an id of 3 to 255 of A-Za-z0-9-_.~+% that starts with a letter and not with goog"
+            f"found {name!r}, expected projects/{{project}}/{collection}/{{id}}: a project of 6 to 30 lower-case "
+            "letters, digits and dashes, and an id of 3 to 255 of A-Za-z0-9-_.~+% that starts with a letter, not goog"
         )
     return name
 

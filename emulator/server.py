@@ -1,7 +1,7 @@
 """The gRPC surface: google.pubsub.v1's Publisher and Subscriber on grpcio's generic handlers.
 
-Invariant: every answer comes after the broker's commit, and a stream's end, however it comes about, returns the stream's
-leases. There are no servicer classes in google-cloud-pubsub, so each method is a name, a request class and a coroutine.
+Invariant: every answer comes after the broker's commit, and a stream's end, however it comes about, returns the
+stream's leases. google-cloud-pubsub has no servicer classes: each method is a name, a request class and a coroutine.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from google.protobuf import any_pb2, empty_pb2
 from google.pubsub_v1 import types
 from google.rpc import error_details_pb2, status_pb2
 
-from emulator.broker import Broker, Clock, SubscriptionState, protobuf_class
+from emulator.broker import Broker, Clock
+from emulator.resources import SubscriptionState, protobuf_class
 from emulator.storage import Durability, Log, LogError
 from emulator.validation import Refused, check_range, invalid
 
@@ -328,7 +329,7 @@ class _Stream:
 
 
 async def serve(settings: ServerSettings, listening: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT. Calls `listening` with host:port once clients can connect; returns the exit status.
+    """Serve until SIGTERM or SIGINT; calls `listening` with host:port once clients can connect. The exit status.
 
     Raises LogError if the log cannot be opened and OSError if the address cannot be had.
     """

@@ -147,6 +147,11 @@ class Operations:
         self._connection.execute("DELETE FROM delivery WHERE subscription = ?", (subscription,))
         self.sweep(topic)
 
+    def drop_acknowledged(self, subscription: int, topic: int) -> None:
+        """The subscription retains nothing after its acknowledgement any more."""
+        self._connection.execute("DELETE FROM delivery WHERE subscription = ? AND acknowledged", (subscription,))
+        self.sweep(topic)
+
     def put_snapshot(self, snapshot: int, name: str, topic: int, cut: int, proto: bytes) -> None:
         self._connection.execute("REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?)", (snapshot, name, topic, cut, proto))
         self.note_id(snapshot)
@@ -194,19 +199,19 @@ class Operations:
         """Delete the topic's messages that nothing holds."""
         self._connection.execute(f"DELETE FROM message WHERE topic = ? {_UNHELD}", (topic,))
 
-    def expire_retained(self, topic: int, published_before_ns: int) -> None:
+    def expire_retained(self, topic: int, before_ns: int) -> None:
         """Delete what only the topic's own retention holds and is older than it."""
         self._connection.execute(
             f"DELETE FROM message WHERE topic = ? AND published_ns < ? {_UNHELD_BY_OTHERS}",
-            (topic, published_before_ns),
+            (topic, before_ns),
         )
 
-    def expire_acknowledged(self, subscription: int, topic: int, published_before_ns: int) -> None:
+    def expire_acknowledged(self, subscription: int, topic: int, before_ns: int) -> None:
         """Delete what the subscription retained after its acknowledgement and is older than its retention."""
         gone = self._connection.execute(
             "DELETE FROM delivery WHERE subscription = ? AND acknowledged AND message IN "
             "(SELECT id FROM message WHERE topic = ? AND published_ns < ?) RETURNING message",
-            (subscription, topic, published_before_ns),
+            (subscription, topic, before_ns),
         ).fetchall()
         self._connection.executemany(f"DELETE FROM message WHERE id = ? {_UNHELD}", gone)
 
@@ -235,7 +240,8 @@ class Operations:
         """
         db = self._connection
         if snapshot is None:
-            candidates, arguments = "topic = ? AND published_ns >= ?", (topic, since_ns or 0)
+            candidates = "topic = ? AND published_ns >= ?"
+            arguments: tuple[int, ...] = (topic, since_ns or 0)
             known = "SELECT message FROM delivery WHERE subscription = ?"
             if not db.execute("SELECT retention_ns FROM topic WHERE id = ?", (topic,)).fetchone()[0]:
                 # Only what this subscription itself holds can come back.
@@ -372,8 +378,8 @@ class Log:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, FORMAT):
                 raise LogError(
-                    f"{self.path} has format {version}, this server reads {FORMAT}: start it on another folder, or with "
-                    "the version that wrote it"
+                    f"{self.path} has format {version}, this server reads {FORMAT}: start it on another folder, or "
+                    "with the version that wrote it"
                 )
             db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -408,7 +414,7 @@ class Log:
                     self._writing.execute("COMMIT")
                     self._post(partial(_report, results))
                 if len(work) < len(batch) or self._wal_bytes() > WAL_BYTES:
-                    self._tidy()
+                    self._tidy(last=not running)
             except sqlite3.Error as error:
                 failure = LogError(f"cannot write {self.path} ({error}): free some disk space and start again")
                 self._post(partial(self._failed, failure))
@@ -420,14 +426,18 @@ class Log:
         except FileNotFoundError:
             return 0
 
-    def _tidy(self) -> None:
+    def _tidy(self, *, last: bool) -> None:
         """Give spare space back and fold the write-ahead log into the file. Runs between transactions."""
         db = self._writing
-        spare = db.execute("PRAGMA freelist_count").fetchone()[0] * PAGE_BYTES - SPARE_BYTES
-        if spare > 0:
-            db.execute(f"PRAGMA incremental_vacuum({min(spare, VACUUM_BYTES) // PAGE_BYTES + 1})").fetchall()
-        if self._wal_bytes():
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        while True:
+            spare = db.execute("PRAGMA freelist_count").fetchone()[0] * PAGE_BYTES - SPARE_BYTES
+            if spare > 0:
+                # As a script: it gives back one page per step, and `execute` takes one step only.
+                db.executescript(f"PRAGMA incremental_vacuum({min(spare, VACUUM_BYTES) // PAGE_BYTES + 1})")
+            if self._wal_bytes():
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            if spare <= 0 or last or not self._queue.empty():
+                return
 
 
 def _report(results: list[tuple[Callable[[Any], None], Any]]) -> None:

@@ -76,7 +76,7 @@ class ServerProcess:
 
 @contextmanager
 def running_server(data_dir: Path | None = None, options: Sequence[str] = ()) -> Iterator[str]:
-    """Start a server on a free port and yield its address (host:port); a temporary folder unless `data_dir` is given."""
+    """Start a server on a free port and yield its address (host:port); on a temporary folder by default."""
     with tempfile.TemporaryDirectory(prefix="pubsub-") as temporary:
         server = ServerProcess(data_dir or Path(temporary), options)
         server.start()

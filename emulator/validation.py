@@ -32,22 +32,26 @@ _UNSUPPORTED_BY_SUBSCRIPTION = (
     "bigtable_config",
     "message_transforms",
 )
-_TOPIC_UPDATES = {"labels", "message_retention_duration", "message_storage_policy"}
-_SUBSCRIPTION_UPDATES = {
-    "ack_deadline_seconds",
-    "dead_letter_policy",
-    "enable_exactly_once_delivery",
-    "expiration_policy",
-    "labels",
-    "message_retention_duration",
-    "push_config",
-    "retain_acked_messages",
-    "retry_policy",
+_UPDATES = {
+    "topic": {"labels", "message_retention_duration", "message_storage_policy"},
+    "subscription": {
+        "ack_deadline_seconds",
+        "dead_letter_policy",
+        "enable_exactly_once_delivery",
+        "expiration_policy",
+        "labels",
+        "message_retention_duration",
+        "push_config",
+        "retain_acked_messages",
+        "retry_policy",
+    },
+    "snapshot": {"labels", "expire_time"},
 }
+"""What of a resource can be changed after its creation."""
 
 
 class Refused(Exception):
-    """A request that the service answers with an error. `invalid_ack_ids` names those an exactly-once answer reports."""
+    """A request that the service answers with an error; `invalid_ack_ids` are those an exactly-once answer names."""
 
     def __init__(self, code: grpc.StatusCode, text: str, *, invalid_ack_ids: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -86,7 +90,7 @@ def check_topic(topic: Any) -> None:
 
 
 def complete_subscription(subscription: Any) -> None:
-    """Fill in a Subscription's defaults and refuse it if the service would, or if it asks for what this server lacks."""
+    """Fill in a Subscription's defaults; refuse it if the service would, or if it asks for what this server lacks."""
     named(check_name, subscription.name, "subscriptions")
     if not subscription.push_config.ByteSize():
         subscription.ClearField("push_config")
@@ -127,15 +131,14 @@ def complete_subscription(subscription: Any) -> None:
 
 
 def updated(kind: str, current: Any, wanted: Any, mask: Any) -> Any:
-    """A copy of `current` with the fields of `mask` taken from `wanted`; kind is "topic" or "subscription"."""
-    allowed = _TOPIC_UPDATES if kind == "topic" else _SUBSCRIPTION_UPDATES
+    """A copy of `current` with the fields of `mask` taken from `wanted`; `kind` is a key of _UPDATES."""
     if not mask.paths:
         raise invalid("The update_mask in the request must be set and name at least one field.")
     for path in mask.paths:
         field = path.split(".")[0]
         if field not in current.DESCRIPTOR.fields_by_name:
             raise invalid(f"Invalid update_mask provided in the request: {path!r} is no field of a {kind}.")
-        if field not in allowed:
+        if field not in _UPDATES[kind]:
             raise invalid(f"Invalid update_mask provided in the request: {path!r} of a {kind} cannot be changed.")
     result = type(current)()
     result.CopyFrom(current)
