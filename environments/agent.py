@@ -190,7 +190,9 @@ class ToolAgent:
         began = loop.time()
         try:
             with _blaming(Status.POLICY_ERROR, "the policy failed"):
-                sample = functools.partial(self.client.sample, episode_id, script.tokens, params, version=task.version)
+                sample = functools.partial(
+                    self.client.sample, episode_id, list(script.tokens), params, version=task.version
+                )
                 completion = await within(deadline - began, _awaited(sample))
                 _check_completion(completion, self.chat.vocab_size)
                 script.sampled(completion)

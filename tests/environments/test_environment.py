@@ -1,0 +1,58 @@
+"""Run files name environments; what is wrong with a name is said with what was found instead."""
+
+import re
+import sys
+
+import pytest
+
+from environments.environment import EnvironmentSettings, load_environment
+
+
+def load(name, **options):
+    return load_environment(EnvironmentSettings(name=name, options=options), seed=3)
+
+
+def test_the_runs_seed_and_the_options_reach_the_environment():
+    assert load("environments.calculator:WordCalculator", latency_s=0.25).latency_s == 0.25
+    assert load("environments.calculator:Calculator").seed == 3
+    assert load("environments.calculator:Calculator", seed=9).seed == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("environments.calculator:Calculater", {}, "no such name.*near it: Calculator"),
+        (
+            "environments.calculater:Calculator",
+            {},
+            "no module environments.calculater.*near it: environments.calculator",
+        ),
+        ("enviroments.calculator:Calculator", {}, "no module enviroments.*code.path"),
+        ("environments.calculator:_NAMES", {}, "a tuple, which cannot be called"),
+        ("environments.calculator:Calculator", {"latency": 1}, "latency.*options may hold latency_s, operations, seed"),
+        ("environments.calculator:Calculator", {"latency_s": -1}, "latency_s must be 0 or more"),
+        ("environments.tools:Score", {"reward_parts": {}, "success": True}, "`make` and `tasks`, found a Score"),
+    ],
+)
+def test_a_wrong_name_says_what_was_found(name, options, says):
+    with pytest.raises(ValueError, match=says):
+        load(name, **options)
+
+
+def test_a_module_that_lacks_a_library_is_told_from_a_missing_module(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import a_library_nobody_has\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ValueError, match=re.escape("importing needs_more failed: No module named 'a_library_nobody_has'")
+    ):
+        load("needs_more:Env")
+    sys.modules.pop("needs_more", None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("name", "calculator"), ("max_turns", 0), ("step_timeout_s", float("inf")), ("max_concurrency", 0)],
+)
+def test_impossible_settings_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"environment\.{field} must .*found"):
+        EnvironmentSettings(**{field: value})
