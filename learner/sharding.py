@@ -1,0 +1,141 @@
+"""Where arrays lie: every axis of a parameter has a logical name, and one table maps the names to mesh axes.
+
+Invariant: the same program runs on one device and on many; only this table and the mesh differ. A dimension that its
+mesh axes do not divide is replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rows": ("data", "fsdp"),
+        "embed": ("fsdp",),
+        "heads": ("tensor",),
+        "kv_heads": ("tensor",),
+        "mlp": ("tensor",),
+        "vocab": ("tensor",),
+        "layers": (),
+        "rank": (),
+        "norm": (),
+    }
+)
+"""Logical axis -> mesh axes. Another layout is an edit of this table."""
+
+PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "embed": ("vocab", "embed"),
+        "unembed": ("embed", "vocab"),
+        "final_norm": ("norm",),
+        "input_norm": ("norm",),
+        "post_norm": ("norm",),
+        "q_proj": ("embed", "heads"),
+        "k_proj": ("embed", "kv_heads"),
+        "v_proj": ("embed", "kv_heads"),
+        "o_proj": ("heads", "embed"),
+        "gate_proj": ("embed", "mlp"),
+        "up_proj": ("embed", "mlp"),
+        "down_proj": ("mlp", "embed"),
+    }
+)
+"""Parameter -> logical axes; stacked layers have "layers" in front."""
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """The `[sharding]` section of the run file: the mesh. 1 × 1 × 1 is one device."""
+
+    data: int = 1
+    """Devices over which rows are spread; each holds all parameters."""
+    fsdp: int = 1
+    """Devices over which rows and parameters are spread."""
+    tensor: int = 1
+    """Devices over which heads, MLP and vocabulary are spread."""
+
+    def __post_init__(self) -> None:
+        for name in MESH_AXES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"sharding.{name} must be at least 1, found {getattr(self, name)}; 1 is no sharding")
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+
+class Sharding:
+    """Places arrays on the mesh of `settings`, over this process's first devices."""
+
+    def __init__(self, settings: ShardingSettings) -> None:
+        devices = jax.devices()
+        if settings.devices > len(devices):
+            raise ValueError(
+                f"sharding data × fsdp × tensor must be at most the {len(devices)} devices there are, found "
+                f"{settings.data} × {settings.fsdp} × {settings.tensor} = {settings.devices}; lower one of them"
+            )
+        shape = (settings.data, settings.fsdp, settings.tensor)
+        self.mesh = jax.make_mesh(
+            shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: settings.devices]
+        )
+
+    def check_rows(self, rows_per_call: int) -> None:
+        """Raises ValueError unless the rows of a call spread evenly."""
+        spread = math.prod(self.mesh.shape[axis] for axis in RULES["rows"])
+        if rows_per_call % spread:
+            raise ValueError(
+                f"rows_per_call must be a multiple of sharding.data × sharding.fsdp = {spread}, found {rows_per_call}"
+            )
+
+    def spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The partition of an array whose dimensions have these logical names."""
+        return PartitionSpec(*(self._mesh_axes(axis, size) for axis, size in zip(axes, shape, strict=True)))
+
+    def _mesh_axes(self, axis: str, size: int) -> tuple[str, ...] | None:
+        mesh_axes = tuple(name for name in RULES[axis] if self.mesh.shape[name] > 1)
+        return mesh_axes if mesh_axes and size % math.prod(self.mesh.shape[name] for name in mesh_axes) == 0 else None
+
+    def put_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The base, with stacked layers, on the mesh."""
+        layers = {name: self._put(array, ("layers", *PARAMETER_AXES[name])) for name, array in params["layers"].items()}
+        outside = {name: self._put(array, PARAMETER_AXES[name]) for name, array in params.items() if name != "layers"}
+        return {**outside, "layers": layers}
+
+    def put_adapter(self, adapter: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The adapter: `a` lies as its matrix's inputs do, `b` as its outputs."""
+        return {
+            name: {
+                "a": self._put(parts["a"], ("layers", PARAMETER_AXES[name][0], "rank")),
+                "b": self._put(parts["b"], ("layers", "rank", PARAMETER_AXES[name][1])),
+            }
+            for name, parts in adapter.items()
+        }
+
+    def put_batch(self, array: Any) -> Any:
+        """Rows [B, T] are spread over the mesh; flat lists and scalars lie everywhere."""
+        if array.ndim != 2:
+            return self.put_replicated(array)
+        return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec(RULES["rows"])))
+
+    def put_replicated(self, array: Any) -> Any:
+        return jax.device_put(array, self.replicated)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def _put(self, array: Any, axes: tuple[str, ...]) -> Any:
+        return jax.device_put(array, NamedSharding(self.mesh, self.spec(axes, array.shape)))
+
+
+def abstract(array: Any) -> jax.ShapeDtypeStruct:
+    """The array's shape, type and place, to compile for."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,0 +1,478 @@
+"""The optimizer step: rows in, one LoRA update out.
+
+Invariants: every shape is compiled by `compile()` and none later; an interrupted step leaves the state as it was, bit
+for bit; the gradient is a sum over loss tokens divided by one global count, so it does not depend on how closings were
+packed, bucketed or chunked; a step without loss tokens or with a gradient that is not finite changes no parameter.
+
+The hidden state of a token's predecessor predicts it. `prepare` gathers the loss tokens of all rows of a call into one
+flat list, so that the vocabulary head, the dearest layer of a small model, runs on them alone.
+
+Axes: B rows of a call, T tokens of a row (the bucket), N = B T (capacity of the list of loss tokens), D embedding.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_loss
+from learner.sharding import Sharding, ShardingSettings, abstract
+from policy.lora import Adapter, LoraSettings, init_adapter
+from policy.transformer import ModelConfig, Params, hidden_states, stack_layers, token_logprobs, visible
+from trajectories.schema import Row
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class _CompileCount:
+    """Counts XLA compilations of this process, whoever asks for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_s: float, **_: object) -> None:
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                self._count += 1
+
+    def __call__(self) -> int:
+        with self._lock:
+            return self._count
+
+
+_compiles = _CompileCount()
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The `[optimizer]` section of the run file: AdamW behind a clip of the global gradient norm."""
+
+    learning_rate: float = 5e-4
+    """Constant after the warm-up."""
+    b1: float = 0.9
+    """Decay of the gradient's running mean."""
+    b2: float = 0.99
+    """Decay of the squared gradient's running mean. Runs are short: 0.999 would still be warming up at their end."""
+    weight_decay: float = 0.0
+    """Decoupled, multiplied by the learning rate."""
+    clip_norm: float = 1.0
+    """The gradient is scaled down to this global norm if it is larger."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+
+    def __post_init__(self) -> None:
+        for name, usual in (("learning_rate", 5e-4), ("clip_norm", 1.0)):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0, found {value}; the usual value is {usual}")
+        for name, usual in (("b1", 0.9), ("b2", 0.99)):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, found {value}; the usual value is {usual}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be 0 or more, found {self.weight_decay}; 0 turns it off")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be 0 or more, found {self.warmup_steps}; 0 turns the warm-up off")
+
+    def transformation(self) -> optax.GradientTransformation:
+        rate: Any = self.learning_rate
+        if self.warmup_steps:
+            rate = optax.linear_schedule(rate / (self.warmup_steps + 1), rate, self.warmup_steps)
+        adamw = optax.adamw(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+
+
+class Batch(NamedTuple):
+    """What one call of the accumulate function reads; N = B T, of which the first `count` entries are used."""
+
+    tokens_BT: Any
+    segment_ids_BT: Any
+    parent_ids_BT: Any
+    positions_BT: Any
+    predecessors_N: Any
+    """Flat index into B T of the token whose hidden state predicts loss token n."""
+    targets_N: Any
+    behaviour_N: Any
+    advantages_N: Any
+    count: Any
+    """int32 scalar."""
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. The step draws no random numbers, so there is no random state."""
+
+    adapter: Any
+    optimizer: Any
+    step: Any
+    """int32 scalar."""
+
+
+class _Accumulated(NamedTuple):
+    gradient: Any
+    sums: LossSums
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """The calls of one optimizer step, on the device."""
+
+    calls: tuple[tuple[int, Batch], ...]
+    """(bucket, batch), every batch of shape (rows_per_call, bucket)."""
+    loss_tokens: int
+    """The global denominator."""
+    rows: int
+    row_tokens: int
+    """Tokens of the rows, padding included."""
+    used_tokens: int
+    """Tokens of the rows that are no padding."""
+    call_tokens: int
+    """Tokens that the device computes: `row_tokens` and the empty rows that fill up a call."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one optimizer step did. Means are over its valid loss tokens."""
+
+    step: int
+    """The step number after the update."""
+    updated: bool
+    """False if the step had no loss tokens or its gradient was not finite: the parameters are as they were."""
+    loss: float
+    gradient_norm: float
+    """Before the clip."""
+    loss_tokens: int
+    invalid_tokens: int
+    """Loss tokens with a non-finite log-prob or advantage; they contribute nothing."""
+    rows: int
+    row_tokens: int
+    used_tokens: int
+    calls: int
+    clipped_fraction: float
+    capped_fraction: float
+    """Tokens whose importance weight was truncated."""
+    mean_abs_log_ratio: float
+    """Of learner to behaviour policy, as is the next."""
+    max_abs_log_ratio: float
+    behaviour_kl: float
+    """Estimate of KL(behaviour || learner), nats per token."""
+    effective_sample_size: float
+    """As a fraction of the loss tokens: 1 when every token weighs the same."""
+    reference_kl: float
+    """Estimate of KL(learner || base); 0 while the penalty is off."""
+
+
+def never() -> bool:
+    return False
+
+
+class Trainer:
+    """Holds the frozen base, the adapter and the optimizer state, and takes steps. `run` from one thread at a time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        lora: LoraSettings,
+        optimizer: OptimizerSettings,
+        loss: LossSettings,
+        *,
+        buckets: Sequence[int],
+        rows_per_call: int,
+        temperature: float,
+        seed: int,
+        remat: bool = False,
+        sharding: ShardingSettings | None = None,
+    ) -> None:
+        """`params` of either layout; training scans over stacked layers. `temperature` is the behaviour policy's.
+
+        `seed` makes the first adapter. `remat` trades a second forward pass for activation memory. `sharding` None
+        is one device.
+        """
+        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+            raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")
+        if rows_per_call < 1:
+            raise ValueError(f"rows_per_call must be at least 1, found {rows_per_call}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(
+                f"temperature must be above 0 to train (0 is greedy and has no gradient), found {temperature}; "
+                "the usual value is 1.0"
+            )
+        self._sharding = Sharding(sharding or ShardingSettings())
+        self._sharding.check_rows(rows_per_call)
+        self._config, self._lora, self._loss = config, lora, loss
+        self._temperature, self._remat = temperature, remat
+        self._buckets, self._rows_per_call = tuple(buckets), rows_per_call
+        self._transformation = optimizer.transformation()
+        self._params = self._sharding.put_params(stack_layers(params))
+        adapter = self._sharding.put_adapter(init_adapter(config, lora, seed))
+        self._state = TrainState(adapter, self._place_optimizer(self._transformation.init(adapter)), self._put_step(0))
+        self._compiled: dict[int, Callable[..., Any]] = {}
+        self._zeros: Callable[[], _Accumulated] | None = None
+        self._apply: Callable[..., Any] | None = None
+
+    # State
+
+    @property
+    def adapter(self) -> Adapter:
+        """The newest adapter. Its arrays stay valid after later steps."""
+        adapter: Adapter = self._state.adapter
+        return adapter
+
+    @property
+    def step_number(self) -> int:
+        return int(self._state.step)
+
+    @property
+    def compiles(self) -> int:
+        """XLA compilations of this process so far; after `compile()` it stands still."""
+        return _compiles()
+
+    def state(self) -> TrainState:
+        """What a checkpoint keeps; its arrays stay valid and unchanged after later steps."""
+        return self._state
+
+    def restore(self, state: Any) -> None:
+        """Go on from `state()`, as arrays of numpy or JAX. Raises ValueError if it is of another model or LoRA."""
+        found, expected = jax.tree.structure(state), jax.tree.structure(self._state)
+        if found != expected:
+            raise ValueError(f"the training state must have the structure {expected}, found {found}")
+        for (path, new), old in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(self._state), strict=True):
+            if np.shape(new) != np.shape(old):
+                raise ValueError(
+                    f"training state {jax.tree_util.keystr(path)} must have shape {np.shape(old)}, found "
+                    f"{np.shape(new)}: it belongs to another model or to other [lora] settings"
+                )
+        # Copies, so that nobody who still holds the arrays can change the state under us.
+        self._state = jax.tree.map(
+            lambda new, old: jax.device_put(np.array(new, old.dtype), old.sharding), state, self._state
+        )
+
+    # Compilation
+
+    def compile(self) -> float:
+        """Compile every shape that a step can need; returns the seconds it took. Later steps compile nothing."""
+        began = time.perf_counter()
+        gradient_at = jax.tree.map(lambda x: x.sharding, self._state.adapter)
+        accumulated_at = _Accumulated(gradient_at, LossSums(*(self._sharding.replicated for _ in LossSums._fields)))
+        zeros = jax.jit(self._zero_accumulated, out_shardings=accumulated_at).lower().compile()
+        gradient, sums = jax.tree.map(abstract, zeros())
+        params, state = jax.tree.map(abstract, (self._params, self._state))
+        for bucket in self._buckets:
+            batch = jax.tree.map(abstract, self._put_batch(self._empty_batch(bucket)))
+            # Only the gradient's buffers are donated: readers of an older adapter, and a step that is interrupted,
+            # need the rest as it was.
+            function = jax.jit(self._accumulate, donate_argnums=0, out_shardings=accumulated_at)
+            self._compiled[bucket] = function.lower(gradient, sums, state.adapter, params, batch).compile()
+        state_at = jax.tree.map(lambda x: x.sharding, self._state)
+        replicated = self._sharding.replicated
+        denominator = abstract(self._put_scalar(np.float32(1)))
+        update = jax.jit(self._update, donate_argnums=1, out_shardings=(state_at, replicated, replicated))
+        self._apply = update.lower(state, gradient, denominator).compile()
+        self._zeros = zeros
+        return time.perf_counter() - began
+
+    def flops(self, bucket: int) -> float:
+        """Floating-point operations of one call by XLA's count, in which a scan over layers counts one layer."""
+        analysis = self._compiled[bucket].cost_analysis()  # type: ignore[attr-defined]
+        return float(analysis["flops"])
+
+    # Host side
+
+    def prepare(self, rows: Sequence[Row]) -> PreparedStep:
+        """Lay out one optimizer step and move it to the device. From any thread; it never touches the state."""
+        by_bucket: dict[int, list[Row]] = {bucket: [] for bucket in self._buckets}
+        for row in rows:
+            if row.bucket not in by_bucket:
+                raise ValueError(
+                    f"a row has {row.bucket} tokens and the learner compiled {list(self._buckets)}: both sides of a "
+                    "run must read the same packing.buckets"
+                )
+            by_bucket[row.bucket].append(row)
+        calls, loss_tokens = [], 0
+        for bucket, members in by_bucket.items():
+            for start in range(0, len(members), self._rows_per_call):
+                batch = self._batch(bucket, members[start : start + self._rows_per_call])
+                loss_tokens += int(batch.count)
+                calls.append((bucket, self._put_batch(batch)))
+        return PreparedStep(
+            calls=tuple(calls),
+            loss_tokens=loss_tokens,
+            rows=len(rows),
+            row_tokens=sum(row.bucket for row in rows),
+            used_tokens=sum(row.used for row in rows),
+            call_tokens=sum(bucket * self._rows_per_call for bucket, _ in calls),
+        )
+
+    def _empty_batch(self, bucket: int) -> Batch:
+        shape, size = (self._rows_per_call, bucket), self._rows_per_call * bucket
+        return Batch(
+            tokens_BT=np.zeros(shape, np.int32),
+            segment_ids_BT=np.zeros(shape, np.int32),
+            parent_ids_BT=np.zeros(shape, np.int32),
+            positions_BT=np.zeros(shape, np.int32),
+            predecessors_N=np.zeros(size, np.int32),
+            targets_N=np.zeros(size, np.int32),
+            behaviour_N=np.zeros(size, np.float32),
+            advantages_N=np.zeros(size, np.float32),
+            count=np.int32(0),
+        )
+
+    def _batch(self, bucket: int, rows: Sequence[Row]) -> Batch:
+        batch = self._empty_batch(bucket)
+        count = 0
+        for b, row in enumerate(rows):
+            batch.tokens_BT[b] = row.tokens_T
+            batch.segment_ids_BT[b] = row.segment_ids_T
+            batch.parent_ids_BT[b] = row.parent_ids_T
+            batch.positions_BT[b] = row.positions_T
+            predecessors_T = row.predecessors_T()
+            # A token that nothing precedes has no log-prob; it must not be predicted from itself.
+            (index,) = np.nonzero(row.loss_mask_T & (predecessors_T != np.arange(bucket)))
+            place = slice(count, count + len(index))
+            batch.predecessors_N[place] = b * bucket + predecessors_T[index]
+            batch.targets_N[place] = row.tokens_T[index]
+            batch.behaviour_N[place] = row.logprobs_T[index]
+            batch.advantages_N[place] = row.advantages_T[index]
+            count = place.stop
+        return batch._replace(count=np.int32(count))
+
+    def _put_batch(self, batch: Batch) -> Batch:
+        return Batch(*(self._sharding.put_batch(x) for x in batch))
+
+    def _put_scalar(self, number: Any) -> Any:
+        return self._sharding.put_replicated(number)
+
+    def _put_step(self, step: int) -> Any:
+        return self._put_scalar(np.int32(step))
+
+    def _place_optimizer(self, optimizer: Any) -> Any:
+        """Moments lie where the parameter they belong to lies (they come from it); counters everywhere."""
+        return jax.tree.map(lambda x: x if np.ndim(x) else self._put_scalar(np.asarray(x)), optimizer)
+
+    # The step
+
+    def run(self, prepared: PreparedStep, *, interrupted: Callable[[], bool] = never) -> StepMetrics | None:
+        """Accumulate over the calls, apply one update, and wait until it is done.
+
+        `interrupted` is asked before every call and before the update; when it says so the step is given up: None, and
+        the state is as it was.
+        """
+        accumulated = self._gather(prepared, interrupted)
+        if accumulated is None or interrupted():
+            return None
+        if self._apply is None:
+            raise RuntimeError("Trainer.compile() must run before the first step")
+        denominator = self._put_scalar(np.float32(prepared.loss_tokens))
+        state, norm, updated = self._apply(self._state, accumulated.gradient, denominator)
+        jax.block_until_ready(state)
+        self._state = state
+        return self._metrics(prepared, accumulated.sums, float(norm), bool(updated))
+
+    def gradient(self, prepared: PreparedStep) -> tuple[Adapter, LossSums]:
+        """The step's gradient, divided by the global denominator, and its sums. Changes nothing."""
+        accumulated = self._gather(prepared, never)
+        assert accumulated is not None
+        scale = np.float32(1 / max(prepared.loss_tokens, 1))
+        return jax.tree.map(lambda x: np.asarray(x) * scale, accumulated.gradient), accumulated.sums
+
+    def _gather(self, prepared: PreparedStep, interrupted: Callable[[], bool]) -> _Accumulated | None:
+        if self._zeros is None:
+            raise RuntimeError("Trainer.compile() must run before the first step")
+        gradient, sums = self._zeros()
+        previous: LossSums | None = None
+        for bucket, batch in prepared.calls:
+            # At most two calls are in flight: the device never waits for the host, and an interrupt not for a queue.
+            jax.block_until_ready(previous)
+            if interrupted():
+                return None
+            previous = sums
+            gradient, sums = self._compiled[bucket](gradient, sums, self._state.adapter, self._params, batch)
+        return _Accumulated(gradient, sums)
+
+    def _metrics(self, prepared: PreparedStep, sums: LossSums, norm: float, updated: bool) -> StepMetrics:
+        total = {name: float(value) for name, value in sums._asdict().items()}
+        valid = max(total["tokens"] - total["invalid"], 1.0)
+        return StepMetrics(
+            step=self.step_number,
+            updated=updated,
+            loss=total["loss"] / valid,
+            gradient_norm=norm,
+            loss_tokens=prepared.loss_tokens,
+            invalid_tokens=int(total["invalid"]),
+            rows=prepared.rows,
+            row_tokens=prepared.row_tokens,
+            used_tokens=prepared.used_tokens,
+            calls=len(prepared.calls),
+            clipped_fraction=total["clipped"] / valid,
+            capped_fraction=total["capped"] / valid,
+            mean_abs_log_ratio=total["abs_log_ratio"] / valid,
+            max_abs_log_ratio=total["max_abs_log_ratio"],
+            behaviour_kl=total["behaviour_kl"] / valid,
+            effective_sample_size=total["weight"] ** 2 / max(total["weight_squared"], 1e-30) / valid,
+            reference_kl=total["reference_kl"] / valid,
+        )
+
+    # Traced functions
+
+    def _zero_accumulated(self) -> _Accumulated:
+        gradient = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._state.adapter)
+        return _Accumulated(gradient, no_sums())
+
+    def _accumulate(
+        self, gradient: Any, sums: LossSums, adapter: Adapter, params: Params, batch: Batch
+    ) -> _Accumulated:
+        """Add one call's gradient (a sum over tokens) and sums."""
+
+        def loss(adapter: Adapter) -> tuple[Any, LossSums]:
+            logprobs_N = self._logprobs(params, adapter, batch)
+            reference_N = None
+            if self._loss.kl_coefficient:
+                reference_N = jax.lax.stop_gradient(self._logprobs(params, None, batch))
+            mask_N = jnp.arange(batch.targets_N.size) < batch.count
+            return policy_loss(
+                logprobs_N, batch.behaviour_N, batch.advantages_N, mask_N, self._loss, reference_N=reference_N
+            )
+
+        more, more_sums = jax.grad(loss, has_aux=True)(adapter)
+        gradient = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), gradient, more)
+        return _Accumulated(gradient, add_sums(sums, more_sums))
+
+    def _logprobs(self, params: Params, adapter: Adapter | None, batch: Batch) -> Any:
+        """log pi of the loss tokens; entries from `count` on are 0."""
+        visible_BTT = visible(batch.segment_ids_BT, batch.parent_ids_BT)
+        hidden_BTD = hidden_states(
+            self._config,
+            params,
+            adapter,
+            self._lora.scale,
+            batch.tokens_BT,
+            batch.positions_BT,
+            visible_BTT,
+            remat=self._remat,
+        )
+        hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.predecessors_N]
+        return token_logprobs(self._config, params, hidden_ND, batch.targets_N, batch.count, self._temperature)
+
+    def _update(self, state: TrainState, gradient: Any, denominator: Any) -> tuple[TrainState, Any, Any]:
+        """One optimizer update -> (state, gradient norm, whether the parameters changed)."""
+        gradient = jax.tree.map(lambda x: x / jnp.maximum(denominator, 1.0), gradient)
+        norm = optax.global_norm(gradient)
+        usable = jnp.isfinite(norm) & (denominator > 0)
+        updates, optimizer = self._transformation.update(gradient, state.optimizer, state.adapter)
+        adapter = optax.apply_updates(state.adapter, updates)
+        # An optimizer state with one NaN in it is lost for good: such a step is left out, and said so.
+        adapter, optimizer = jax.tree.map(
+            lambda new, old: jnp.where(usable, new, old), (adapter, optimizer), (state.adapter, state.optimizer)
+        )
+        return TrainState(adapter, optimizer, state.step + 1), norm, usable
