@@ -1,7 +1,7 @@
-"""The threads that keep the host out of the device's way: one runs steps, one publishes adapters, one saves checkpoints.
+"""Threads that keep the host out of the device's way: one runs steps, one publishes adapters, one saves checkpoints.
 
-Invariants: each owns what it works on and talks to the learner's loop through events alone; the device thread goes from one
-step to the next without waiting for storage or for the loop; every wait on them is bounded.
+Invariants: each owns what it works on and talks to the learner's loop through events alone; the device thread goes from
+one step to the next without waiting for storage or for the loop; every wait on them is bounded.
 """
 
 from __future__ import annotations

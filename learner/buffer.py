@@ -128,3 +128,35 @@ class Buffer:
         for item in (*choice.chosen, *choice.discarded):
             del self._held[item.closing.closing_id]
         return choice
+
+
+def fault(pack: Pack, buckets: Collection[int], vocab_size: int) -> str | None:
+    """Why the pack cannot train, in words; None if it can. What it lets pass cannot stop a step."""
+    if pack.bucket not in buckets:
+        return (
+            f"its rows have {pack.bucket} tokens and the learner compiled {sorted(buckets)}: both sides of a run must "
+            "read the same packing.buckets"
+        )
+    if not pack.rows or not pack.closings:
+        return "it has no rows or no closings"
+    for row in pack.rows:
+        arrays = (
+            row.tokens_T,
+            row.segment_ids_T,
+            row.parent_ids_T,
+            row.positions_T,
+            row.loss_mask_T,
+            row.logprobs_T,
+            row.advantages_T,
+        )
+        if any(array.shape != (pack.bucket,) for array in arrays):
+            return f"the arrays of a row do not all have {pack.bucket} entries"
+        if row.tokens_T.min() < 0 or row.tokens_T.max() >= vocab_size:
+            return f"it has token ids outside the model's vocabulary of {vocab_size}"
+    for closing in pack.closings:
+        if len(closing.advantages) != len(closing.episodes) or not closing.episodes:
+            return (
+                f"closing {closing.closing_id} has {len(closing.advantages)} advantages for "
+                f"{len(closing.episodes)} episodes"
+            )
+    return None

@@ -179,7 +179,7 @@ def _checkpointer_restore(url: str) -> dict[str, Any]:
 
 
 def _remove(url: str) -> None:
-    from etils import epath
+    from etils import epath  # type: ignore[import-untyped]
 
     folder = epath.Path(url)
     if folder.exists():

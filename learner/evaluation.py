@@ -1,8 +1,8 @@
 """Held-out questions, asked of one pinned version through the same rollout job as training.
 
-Invariants: every question counts once, with the first episode that the pinned version finished; an episode that failed or
-was lost is asked for again, a bounded number of times, and then reported as unanswered, never scored as wrong. Pure: time
-comes in, the tasks to publish go out.
+Invariants: every question counts once, with the first episode that the pinned version finished; an episode that failed
+or was lost is asked for again, a bounded number of times, and then reported as unanswered, never scored as wrong. Pure:
+time comes in, the tasks to publish go out.
 """
 
 from __future__ import annotations

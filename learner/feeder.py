@@ -34,8 +34,8 @@ class TaskSource(Protocol):
 def credits(settings: LearnerSettings, step: int, published_step: int, outstanding: int) -> int:
     """How many groups may be issued at learner step `step`, with the adapter of `published_step` the newest there is.
 
-    A group issued now may be sampled by that adapter and so is due at step published_step + max_staleness. The steps up to
-    that one train `groups_per_step` groups each, the oldest first; what is out already comes before it.
+    A group issued now may be sampled by that adapter and so is due at step published_step + max_staleness. The steps up
+    to that one train `groups_per_step` groups each, the oldest first; what is out already comes before it.
     """
     if settings.synchronous:
         return max(0, settings.groups_per_step - outstanding) if published_step >= step else 0
@@ -154,14 +154,17 @@ class Feeder:
                 watch.held_at = now if watch.held_at is None else watch.held_at
                 watch.seen_at = now
 
-    def overdue(self, published_step: int, now: float) -> list[Lost]:
-        """Issue again what is overdue; returns the workers that fell silent since the last call."""
+    def overdue(self, published_step: int, now: float, *, deadlines: bool) -> list[Lost]:
+        """Issue again what dead workers held and, with `deadlines`, what is overdue.
+
+        Returns the workers that fell silent since the last call.
+        """
         lost = self.roster.bury(now)
         orphaned = {training_key(key) for worker in lost for key in worker.keys}
         for group_id, group in list(self._ledger.groups()):
             if not group.in_flight:
                 continue
-            reason = self._fault(self._watch(group_id, now), now)
+            reason = self._fault(self._watch(group_id, now), now) if deadlines else None
             if (group_id, group.attempt) in orphaned:
                 reason = Reissue.WORKER_LOST
             if reason is not None:
@@ -172,9 +175,17 @@ class Feeder:
         self._watches = {g: watch for g, watch in self._watches.items() if self._ledger.group(g) is not None}
         return lost
 
-    def waited_s(self, group_id: int, now: float) -> float:
-        """Seconds since the group's newest attempt was issued."""
-        return now - self._watch(group_id, now).issued_at
+    def watch_anew(self, now: float) -> None:
+        """Start every deadline from `now`: until then nobody could work on the tasks."""
+        for watch in self._watches.values():
+            watch.issued_at = now
+            watch.held_at = now if watch.held_at is not None else None
+            watch.seen_at = now if watch.seen_at is not None else None
+
+    def waited_s(self, group_id: int, now: float) -> float | None:
+        """Seconds since the group's newest attempt was issued; None if it is not out."""
+        watch = self._watches.get(group_id)
+        return None if watch is None else now - watch.issued_at
 
     def held(self) -> int:
         """Groups that are out and were seen at a worker."""

@@ -56,7 +56,7 @@ class LearnerSettings:
     """Times a group is issued before it is given up as expired."""
     task_deadline_s: float = 600.0
     """Seconds after a worker's report that it holds a task, at which the group is issued again."""
-    unstarted_deadline_s: float = 60.0
+    unstarted_deadline_s: float = 30.0
     """Seconds after which a task that no worker holds is issued again; they count only while some worker lives."""
     no_progress_s: float = 300.0
     """Seconds without any sign of progress after which the learner gives up and says what is missing."""
