@@ -1,0 +1,728 @@
+"""The sampling engine: continuous batching of many episodes over one model, in this process, on its own thread.
+
+The decode thread repeats one tick: take what others asked for (requests, cancellations, a new adapter), give rows of
+the cache to requests, compute at most one chunk of waiting prompt tokens, draw the next token of every request that is
+ready. So requests join and leave, and adapters change, between two calls of a compiled function; none of them waits for
+another, and none of them compiles anything.
+
+Rows of the cache:
+- An episode keeps its row between its turns, while its tool runs. When rows run out, the one idle for longest is taken;
+  its episode computes its tokens again when it returns. When no episode is idle, requests wait their turn.
+- Keys and values are a function of the token ids and the weights alone. So a new request begins with a copy of the
+  longest common prefix that any row holds, and waits for a prefix that another request is computing just now: a group's
+  prompt, or the examples that all prompts share, are computed once. Only what was computed wholly by the current
+  version is shared; after a swap a new request reuses nothing older. Running episodes go on with the rows they have.
+
+All scheduling state belongs to the decode thread. Other threads leave notes under a lock and read gauges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy import cache as kv
+from policy.client import Completion, FinishReason, PolicyError, SamplingParams
+from policy.lora import Adapter
+from policy.sampling import seed_words
+from policy.settings import SamplingSettings
+from policy.transformer import ModelConfig, Params, unstack_layers
+from trajectories.schema import IntArray, Version, VersionSpan
+
+logger = logging.getLogger(__name__)
+
+SMALL_MODEL_BYTES = 16 << 20
+"""Below this, a call costs more than its arithmetic and draws several tokens at once."""
+STEPS_OF_SMALL_MODEL = 4
+REMEMBERED_VERSIONS = 256
+CLOSE_TIMEOUT_S = 60.0
+
+
+class _Phase(Enum):
+    QUEUED = auto()
+    """No row yet."""
+    FOLLOWING = auto()
+    """Has a row; waits for the prefix that another request computes."""
+    PREFILL = auto()
+    DECODE = auto()
+
+
+@dataclass(eq=False)
+class _Request:
+    session: _Session
+    ids: IntArray
+    params: SamplingParams
+    pinned: Version | None
+    future: asyncio.Future[Completion]
+    loop: asyncio.AbstractEventLoop
+    phase: _Phase = _Phase.QUEUED
+    abandoned: bool = False
+    """Set by any thread when nobody waits for the answer any more."""
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.ids) + len(self.sampled)
+
+    @property
+    def last_token(self) -> int:
+        return self.sampled[-1] if self.sampled else int(self.ids[-1])
+
+
+@dataclass(eq=False)
+class _Session:
+    """An episode between its first request and `close_session`."""
+
+    name: str
+    ids: IntArray
+    """Everything said so far, the last completion included; the next request must begin with it."""
+    row: _Row | None = None
+    request: _Request | None = None
+
+
+@dataclass(eq=False)
+class _Row:
+    """One row of the cache: which tokens it holds and which versions computed them. Kept after its session ends."""
+
+    index: int
+    ids: IntArray
+    """Room for a whole context; the first `length` are in the cache."""
+    length: int = 0
+    spans: list[tuple[int, Version]] = field(default_factory=list)
+    """(first position, version) of the weights that computed keys and values."""
+    session: _Session | None = None
+    used_at: int = 0
+    """Tick of the last use."""
+
+    @property
+    def idle(self) -> bool:
+        return self.session is None or self.session.request is None
+
+    def valid(self, version: Version) -> int:
+        """Leading positions that `version` alone computed."""
+        if not self.spans or self.spans[0][1] != version:
+            return 0
+        return self.spans[1][0] if len(self.spans) > 1 else self.length
+
+    def cut(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+        self.length = min(self.length, length)
+        self.spans = [span for span in self.spans if span[0] < self.length]
+
+    def extend(self, ids: Sequence[int] | IntArray, version: Version) -> None:
+        if not self.spans or self.spans[-1][1] != version:
+            self.spans.append((self.length, version))
+        self.ids[self.length : self.length + len(ids)] = ids
+        self.length += len(ids)
+
+    def assign(self, other: _Row, length: int) -> None:
+        """Take over what `other` knows about its first `length` positions."""
+        self.ids[:length] = other.ids[:length]
+        self.length, self.spans = other.length, list(other.spans)
+        self.cut(length)
+
+
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """How many leading ids are equal."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+class Engine:
+    """A `SamplingClient` over a model in this process.
+
+    `adapter` is a LoRA pytree (policy.lora) or None for the base; it is applied beside the frozen `params`, never
+    merged, with the lines that the learner runs. Construction compiles every shape (`warmup_s` says for how long) and
+    starts the decode thread. Raises ValueError if the settings do not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        adapter: Adapter | None,
+        version: Version,
+        settings: SamplingSettings,
+        lora_scale: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if settings.max_context > config.max_context:
+            raise ValueError(
+                f"sampling.max_context must be at most the model's {config.max_context}, found {settings.max_context}"
+            )
+        self._config, self._settings, self._clock = config, settings, clock
+        self._params = jax.tree.map(jnp.asarray, unstack_layers(params))
+        self._adapter = jax.tree.map(jnp.array, adapter)
+        self._version = version
+        self._segments = settings.segments
+        self._cache = self._new_cache()
+        small = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)) < SMALL_MODEL_BYTES
+        self._steps = settings.steps_per_call or (STEPS_OF_SMALL_MODEL if small else 1)
+
+        self.slots = settings.slots
+        """Rows of the cache."""
+        self.running = 0
+        """Requests that have a row."""
+        self.queued = 0
+        """Requests that wait for a row or for their pinned version."""
+        self.compiles = 0
+        """Functions compiled so far; constant after construction."""
+        self.failures = 0
+        """Exceptions in the decode thread, each of which failed the requests of that moment."""
+        self.evictions = 0
+        """Rows taken from waiting episodes."""
+        self.tokens_sampled = 0
+        self.tokens_prefilled = 0
+        """Prompt and tool tokens computed."""
+        self.prefill_reused = 0
+        """Prompt and tool tokens that were found in the cache."""
+        self.decode_calls = 0
+        self.prefill_calls = 0
+        self.first_token_at: dict[Version, float] = {}
+        """When the first token was sampled with each of the latest versions: `clock()`, Unix seconds by default."""
+
+        self._rows = self._new_rows()
+        self._sessions: dict[str, _Session] = {}
+        self._queue: collections.deque[_Request] = collections.deque()
+        self._active: list[_Request] = []
+        self._tick = 0
+
+        self._changed = threading.Condition()
+        self._inbox: list[_Request | str] = []
+        self._pending: tuple[Adapter | None, Version] | None = None
+        self._closing = False
+        self._stopped: PolicyError | None = None
+
+        began = time.perf_counter()
+        self._compile(lora_scale)
+        self.warmup_s = time.perf_counter() - began
+        self._thread = threading.Thread(target=self._run, name="sampling-engine", daemon=True)
+        self._thread.start()
+
+    # What other threads call.
+
+    @property
+    def max_context(self) -> int:
+        return self._settings.max_context
+
+    @property
+    def version(self) -> Version:
+        """The version that draws the next token."""
+        return self._version
+
+    async def sample(
+        self,
+        session_id: str,
+        token_ids: Sequence[int] | IntArray,
+        params: SamplingParams,
+        *,
+        version: Version | None = None,
+    ) -> Completion:
+        """As `SamplingClient.sample`.
+
+        A prompt that fills the context gives an empty completion that finished by `CONTEXT`. PolicyError: the ids do
+        not go on where the session stopped, the session is sampled already or was closed meanwhile, the pinned
+        version was replaced under way, the engine failed or was closed.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        if ids.ndim != 1 or not len(ids):
+            raise PolicyError(f"session {session_id}: the prompt must be a flat list of at least one token id")
+        if ids.min() < 0 or ids.max() >= self._config.vocab_size:
+            raise PolicyError(f"session {session_id}: token ids must lie in [0, {self._config.vocab_size})")
+        loop = asyncio.get_running_loop()
+        request = _Request(_Session(session_id, ids[:0]), ids, params, version, loop.create_future(), loop)
+        self._leave(request)
+        try:
+            return await request.future
+        finally:
+            if not request.future.done() or request.future.cancelled():
+                request.abandoned = True
+                with self._changed:
+                    self._changed.notify()
+
+    def close_session(self, session_id: str) -> None:
+        """Forget the session; a request of it that is still running fails."""
+        with self._changed:
+            if not self._closing:
+                self._inbox.append(session_id)
+                self._changed.notify()
+
+    def cache_spans(self, session_id: str) -> tuple[VersionSpan, ...]:
+        """Which versions computed the session's cached positions; empty if it has no row. Exact between its turns."""
+        session = self._sessions.get(session_id)
+        row = None if session is None else session.row
+        return () if row is None else tuple(VersionSpan(start, version) for start, version in row.spans)
+
+    def swap(self, adapter: Adapter | None, version: Version) -> None:
+        """Draw with `adapter` (copied) from the next call on. From any thread; does not wait.
+
+        The newest of several pending swaps wins. Raises ValueError if it is not shaped like the present adapter.
+        """
+        fresh = jax.tree.map(jnp.array, adapter)
+        present, found = _shapes(self._adapter), _shapes(fresh)
+        different = sorted(name for name in present.keys() | found.keys() if present.get(name) != found.get(name))
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"adapter {version}{name} must be {present.get(name, 'absent')}, found {found.get(name, 'none')}"
+            )
+        with self._changed:
+            self._pending = (fresh, version)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread after its present call; what still waits fails with PolicyError."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise PolicyError(f"the decode thread did not end within {CLOSE_TIMEOUT_S:.0f} s")
+
+    def _leave(self, request: _Request) -> None:
+        with self._changed:
+            if self._stopped is not None:
+                raise PolicyError(str(self._stopped))
+            if self._closing:
+                raise PolicyError("the engine is closed")
+            self._inbox.append(request)
+            self._changed.notify()
+
+    # The decode thread.
+
+    def _run(self) -> None:
+        reason = PolicyError("the engine was closed")
+        try:
+            while self._receive():
+                try:
+                    self._step()
+                except Exception as error:
+                    self._recover(error)
+        except Exception as error:
+            logger.exception("the engine cannot go on")
+            reason = PolicyError(f"the engine cannot go on: {error!r}")
+        with self._changed:
+            self._closing, self._stopped = True, reason
+            left = [item for item in self._inbox if isinstance(item, _Request)]
+            self._inbox.clear()
+        for request in [*self._active, *self._queue, *left]:
+            self._fail(request, reason)
+        self.running = self.queued = 0
+
+    def _receive(self) -> bool:
+        """Take over the notes; sleep while there is nothing to do. False: the engine is to close."""
+        with self._changed:
+            while not (self._closing or self._pending or self._inbox or self._active or self._abandoned_in_queue()):
+                self._changed.wait()
+            if self._closing:
+                return False
+            pending, self._pending = self._pending, None
+            notes, self._inbox = self._inbox, []
+        if pending is not None:
+            self._adapter, self._version = pending
+            for request in [r for r in self._active if r.pinned is not None and r.pinned != self._version]:
+                text = f"pinned version {request.pinned} was replaced by {self._version} during the turn"
+                self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
+        for note in notes:
+            if isinstance(note, str):
+                self._forget(note)
+            else:
+                self._accept(note)
+        return True
+
+    def _abandoned_in_queue(self) -> bool:
+        return any(request.abandoned for request in self._queue)
+
+    def _accept(self, request: _Request) -> None:
+        name, ids = request.session.name, request.ids
+        session = self._sessions.setdefault(name, request.session)
+        request.session = session
+        if session.request is not None:
+            self._fail(request, PolicyError(f"session {name} is being sampled already"))
+            return
+        known = session.ids
+        same = common_prefix(known, ids)
+        if same < len(known):
+            found = f"found {ids[same]} there" if same < len(ids) else "found no more ids"
+            self._fail(
+                request,
+                PolicyError(
+                    f"session {name}: ids must extend what was said before; index {same} must be {known[same]}, {found}"
+                ),
+            )
+            return
+        session.ids = ids
+        if len(ids) >= self.max_context:
+            none = np.zeros(0, np.int32)
+            self._resolve(request, Completion(none, none.astype(np.float32), (), FinishReason.CONTEXT))
+            return
+        session.request = request
+        self._queue.append(request)
+
+    def _forget(self, name: str) -> None:
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return
+        if session.request is not None:
+            self._finish(session.request, PolicyError(f"session {name} was closed while it was sampled"))
+        if session.row is not None:
+            # The row still knows its tokens: others may begin with them.
+            session.row.session = None
+            session.row = None
+
+    def _step(self) -> None:
+        self._tick += 1
+        for request in [r for r in (*self._active, *self._queue) if r.abandoned]:
+            self._finish(request, None)
+        self._admit()
+        self._follow()
+        self.running, self.queued = len(self._active), len(self._queue)
+        self._prefill()
+        self._compact()
+        self._decode()
+        self.running, self.queued = len(self._active), len(self._queue)
+
+    # Rows.
+
+    def _admit(self) -> None:
+        """Give rows to queued requests, first come first served; who waits for a version holds nobody up."""
+        waiting: collections.deque[_Request] = collections.deque()
+        full = False
+        for request in self._queue:
+            if request.pinned is not None and request.pinned != self._version:
+                waiting.append(request)
+                continue
+            row = request.session.row or (None if full else self._take_row(request))
+            if row is None:
+                full = True
+                waiting.append(request)
+                continue
+            if request.pinned is not None:
+                row.cut(row.valid(request.pinned))
+            row.session, request.session.row = request.session, row
+            row.used_at = self._tick
+            request.phase = _Phase.FOLLOWING
+            self._active.append(request)
+        self._queue = waiting
+
+    def _take_row(self, request: _Request) -> _Row | None:
+        """A row for a request that has none: the one that fits it best, else a free one, else an idle episode's."""
+        free = [row for row in self._rows if row.session is None]
+        if free:
+            oldest = min(free, key=lambda row: row.used_at)
+            best = max(free, key=lambda row: self._shared(row, request.ids))
+            row = best if self._shared(best, request.ids) == len(request.ids) - 1 else oldest
+        else:
+            idle = [row for row in self._rows if row.idle]
+            if not idle:
+                return None
+            row = min(idle, key=lambda row: row.used_at)
+            self.evictions += 1
+            assert row.session is not None
+            row.session.row = None
+        # What the row held stays valid for its leading positions, if the request begins the same.
+        row.cut(self._shared(row, request.ids))
+        return row
+
+    def _shared(self, row: _Row, ids: IntArray) -> int:
+        """Leading ids that the row holds as the current version computes them; the last id is always computed anew."""
+        return common_prefix(row.ids[: row.valid(self._version)], ids[:-1])
+
+    def _follow(self) -> None:
+        """Start the requests whose prefix is there, with a copy of it; leave waiting those whose is being made."""
+        copies: list[tuple[_Row, _Row]] = []
+        for request in [r for r in self._active if r.phase is _Phase.FOLLOWING]:
+            row = request.session.row
+            assert row is not None
+            row.cut(len(request.ids) - 1)
+            best, held = row, row.length
+            # An episode that has tokens of an older version goes on with them; it takes over no other row's.
+            if row.valid(self._version) == row.length:
+                promised = self._promised(request.ids)
+                for other in self._rows:
+                    shared = self._shared(other, request.ids)
+                    if shared > held:
+                        best, held = other, shared
+                if self._chunks(len(request.ids) - 1 - promised) < self._chunks(len(request.ids) - 1 - held):
+                    continue
+            if best is not row:
+                row.assign(best, held)
+                best.used_at = self._tick
+                copies.append((best, row))
+            self.prefill_reused += held
+            request.phase = _Phase.PREFILL if held < len(request.ids) - 1 else _Phase.DECODE
+        self._copy(copies)
+
+    def _promised(self, ids: IntArray) -> int:
+        """The longest common prefix that a request in prefill will leave in its row."""
+        return max(
+            (
+                common_prefix(other.ids[:-1], ids[:-1])
+                for other in self._active
+                if other.phase is _Phase.PREFILL
+                and other.session.row is not None
+                and other.session.row.valid(self._version) == other.session.row.length
+            ),
+            default=0,
+        )
+
+    def _chunks(self, tokens: int) -> int:
+        return -(-tokens // self._settings.extend_chunk)
+
+    def _copy(self, copies: list[tuple[_Row, _Row]]) -> None:
+        """Copy rows (source, target) in order. Members of a group share one read of their source."""
+        read: _Row | None = None
+        content: Any = None
+        for source, target in copies:
+            if source is not read:
+                content, read = self._read_row(self._cache, np.int32(source.index)), source
+            self._cache = self._write_row(self._cache, np.int32(target.index), content)
+            if target is read:
+                read = None
+
+    def _compact(self) -> None:
+        """If the ready requests fit a smaller shape, move them there, in exchange with rows that do not decode."""
+        ready = [r.session.row for r in self._active if r.phase is _Phase.DECODE and r.session.row is not None]
+        size = self._shape(len(ready))
+        outside = [row for row in ready if row.index >= size]
+        if not outside:
+            return
+        busy = {row.index for row in ready}
+        by_index = {row.index: row for row in self._rows}
+        inside = (by_index[i] for i in range(size) if i not in busy)
+        for row in outside:
+            other = next(inside)
+            a, b = np.int32(row.index), np.int32(other.index)
+            of_row, of_other = self._read_row(self._cache, a), self._read_row(self._cache, b) if other.length else None
+            self._cache = self._write_row(self._cache, b, of_row)
+            if of_other is not None:
+                self._cache = self._write_row(self._cache, a, of_other)
+            row.index, other.index = other.index, row.index
+
+    def _shape(self, rows: int) -> int:
+        """The smallest compiled decode shape for so many rows."""
+        return next(size for size in self._decode_shapes if rows <= size)
+
+    # The compiled calls.
+
+    def _prefill(self) -> None:
+        """Compute one chunk: the rest of one long prompt's, or short extensions of several requests."""
+        waiting = [r for r in self._active if r.phase is _Phase.PREFILL]
+        if not waiting:
+            return
+        rows, chunk = self._prefill_shapes[0]
+        if self._left(waiting[0]) > chunk:
+            rows, chunk = self._prefill_shapes[1]
+            chosen = waiting[:1]
+            # To the back: a long prompt must not hold up the others between its chunks.
+            self._active.remove(waiting[0])
+            self._active.append(waiting[0])
+        else:
+            chosen = sorted(waiting, key=lambda r: self._left(r) > chunk)[:rows]
+        tokens = np.zeros((rows, chunk), np.int32)
+        # Dummies go nowhere: their count is 0.
+        indices, starts, counts = (np.zeros(rows, np.int32) for _ in range(3))
+        for i, request in enumerate(chosen):
+            row = request.session.row
+            assert row is not None
+            count = min(chunk, self._left(request))
+            tokens[i, :count] = request.ids[row.length : row.length + count]
+            indices[i], starts[i], counts[i] = row.index, row.length, count
+        self.prefill_calls += 1
+        self._cache = self._prefill_functions[rows, chunk](
+            self._params, self._adapter, self._cache, tokens, indices, starts, counts
+        )
+        for request, count in zip(chosen, counts.tolist(), strict=False):
+            row = request.session.row
+            assert row is not None
+            row.extend(request.ids[row.length : row.length + count], self._version)
+            self.tokens_prefilled += count
+            if not self._left(request):
+                request.phase = _Phase.DECODE
+
+    def _left(self, request: _Request) -> int:
+        """Tokens to prefill; the prompt's last one is fed by the first decode call."""
+        assert request.session.row is not None
+        return len(request.ids) - 1 - request.session.row.length
+
+    def _decode(self) -> None:
+        """Draw the next token (or several) of every request that is ready."""
+        ready = [(r, r.session.row) for r in self._active if r.phase is _Phase.DECODE and r.session.row is not None]
+        if not ready:
+            return
+        size = self._shape(1 + max(row.index for _, row in ready))
+        tokens = np.zeros(size, np.int32)
+        # Beyond the cache: a row that does not decode writes nothing.
+        positions = np.full(size, self._length, np.int32)
+        seeds = np.zeros((size, 2), np.int32)
+        indices = np.zeros(size, np.int32)
+        temperatures = np.ones(size, np.float32)
+        for request, row in ready:
+            i = row.index
+            tokens[i], positions[i] = request.last_token, row.length
+            seeds[i], indices[i] = seed_words(request.params.seed), len(request.sampled)
+            temperatures[i] = request.params.temperature
+        self.decode_calls += 1
+        used = self._decode_shapes.index(size) + 1
+        head, drawn, logprobs = self._decode_functions[size](
+            self._params, self._adapter, self._cache[:used], tokens, positions, seeds, indices, temperatures
+        )
+        self._cache = [*head, *self._cache[used:]]
+        drawn, logprobs = np.asarray(drawn), np.asarray(logprobs)
+        if not np.isfinite(logprobs[:, [row.index for _, row in ready]]).all():
+            raise PolicyError(f"version {self._version} gives log-probabilities that are not finite")
+        self._note_first_token()
+        for request, row in ready:
+            for token, logprob in zip(drawn[:, row.index], logprobs[:, row.index], strict=True):
+                reason = self._append(request, row, int(token), float(logprob))
+                if reason is not None:
+                    self._complete(request, reason)
+                    break
+
+    def _note_first_token(self) -> None:
+        if self._version not in self.first_token_at:
+            self.first_token_at[self._version] = self._clock()
+            if len(self.first_token_at) > REMEMBERED_VERSIONS:
+                del self.first_token_at[next(iter(self.first_token_at))]
+
+    def _append(self, request: _Request, row: _Row, token: int, logprob: float) -> FinishReason | None:
+        row.extend([request.last_token], self._version)
+        row.used_at = self._tick
+        if not request.spans or request.spans[-1].version != self._version:
+            request.spans.append(VersionSpan(len(request.sampled), self._version))
+        request.sampled.append(token)
+        request.logprobs.append(logprob)
+        self.tokens_sampled += 1
+        if token in request.params.stop_token_ids:
+            return FinishReason.STOP
+        if len(request.sampled) >= request.params.max_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.CONTEXT if request.length >= self.max_context else None
+
+    # Endings.
+
+    def _complete(self, request: _Request, reason: FinishReason) -> None:
+        tokens = np.array(request.sampled, np.int32)
+        request.session.ids = np.concatenate([request.ids, tokens])
+        completion = Completion(tokens, np.array(request.logprobs, np.float32), tuple(request.spans), reason)
+        self._finish(request, completion)
+
+    def _finish(self, request: _Request, answer: Completion | PolicyError | None) -> None:
+        """The request leaves, its session keeps the row. None: nobody waits for an answer."""
+        request.session.request = None
+        if request in self._active:
+            self._active.remove(request)
+        if request in self._queue:
+            self._queue.remove(request)
+        row = request.session.row
+        if row is not None:
+            row.cut(len(request.session.ids))
+        if isinstance(answer, PolicyError):
+            self._fail(request, answer)
+        elif answer is not None:
+            self._resolve(request, answer)
+
+    def _fail(self, request: _Request, error: PolicyError) -> None:
+        self._resolve(request, error)
+
+    @staticmethod
+    def _resolve(request: _Request, answer: Completion | PolicyError) -> None:
+        def settle() -> None:
+            if request.future.done():
+                return
+            if isinstance(answer, PolicyError):
+                request.future.set_exception(answer)
+            else:
+                request.future.set_result(answer)
+
+        try:
+            request.loop.call_soon_threadsafe(settle)
+        except RuntimeError:
+            logger.warning("session %s: its event loop is closed; nobody takes the answer", request.session.name)
+
+    def _recover(self, error: Exception) -> None:
+        """Fail what ran, and go on with an empty cache: the buffers of a failed call are gone."""
+        self.failures += 1
+        # Without one that ran, a queued request must be what it fails on: left there it would fail for ever.
+        failed = list(self._active) or list(self._queue)
+        logger.error("a call of the engine failed, and %d requests with it", len(failed), exc_info=error)
+        for request in failed:
+            self._finish(request, PolicyError(f"session {request.session.name}: the engine failed: {error!r}"))
+        for session in self._sessions.values():
+            session.row = None
+        self._cache = []
+        self._rows, self._cache = self._new_rows(), self._new_cache()
+        self.running, self.queued = 0, len(self._queue)
+
+    # Construction.
+
+    @property
+    def _length(self) -> int:
+        return self._settings.max_context
+
+    def _new_rows(self) -> list[_Row]:
+        return [_Row(i, np.zeros(self._length, np.int32)) for i in range(self._settings.slots)]
+
+    def _new_cache(self) -> kv.Cache:
+        return kv.new_cache(self._config, self._segments, self._length)
+
+    def _compile(self, lora_scale: float) -> None:
+        """Compile every shape that will ever run. Compiled objects refuse other shapes: nothing compiles later."""
+        settings = self._settings
+        int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+
+        def shaped(dtype: np.dtype[Any], *shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        def compiled(function: Callable[..., Any], donated: tuple[int, ...], *args: Any) -> kv.Compiled:
+            self.compiles += 1
+            return jax.jit(function, donate_argnums=donated).lower(*args).compile()  # type: ignore[no-any-return]
+
+        model = (self._params, self._adapter)
+        self._decode_shapes = list(_running_sums(self._segments))
+        self._decode_functions = {}
+        decode = functools.partial(kv.decode, self._config, lora_scale, self._steps)
+        prefill = functools.partial(kv.prefill, self._config, lora_scale)
+        for used, size in enumerate(self._decode_shapes, 1):
+            each = (shaped(int32, size), shaped(int32, size), shaped(int32, size, 2), shaped(int32, size))
+            args = (*model, self._cache[:used], *each, shaped(float32, size))
+            self._decode_functions[size] = compiled(decode, (2,), *args)
+
+        wide = (min(settings.extend_rows, settings.slots), min(settings.extend_chunk, self._length))
+        self._prefill_shapes = [wide, (1, min(settings.prefill_chunk, self._length))]
+        self._prefill_functions = {}
+        for rows, chunk in dict.fromkeys(self._prefill_shapes):
+            args = (*model, self._cache, shaped(int32, rows, chunk), *(shaped(int32, rows) for _ in range(3)))
+            self._prefill_functions[rows, chunk] = compiled(prefill, (2,), *args)
+
+        self._read_row = compiled(kv.read_row, (), self._cache, shaped(int32))
+        content = jax.eval_shape(kv.read_row, self._cache, shaped(int32))
+        self._write_row = compiled(kv.write_row, (0,), self._cache, shaped(int32), content)
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """Path -> dtype and shape of every array."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _running_sums(sizes: Sequence[int]) -> Iterator[int]:
+    total = 0
+    for size in sizes:
+        total += size
+        yield total
