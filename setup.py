@@ -11,7 +11,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=PACKAGES,
-    package_data={"policy": ["py.typed", "assets/*"]},
+    package_data={"policy": ["py.typed", "assets/*/*"]},
     install_requires=[
         "apache-beam[gcp]==2.77.*",
         "flax>=0.12.8,<0.13",

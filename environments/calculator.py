@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from environments.environment import Action, Message, StepResult, ToolCall
-from environments.tools import Score, Tool, ToolContext, ToolEnvironment
+from environments.tools import Score, Tool, ToolContext, ToolEnvironment, ToolError
 from policy.chat import TinyChat, load_tiny_chat
 from trajectories.schema import stream_seed
 
@@ -140,13 +140,13 @@ def word_prompt(payload: Question) -> list[Message]:
 
 
 def evaluate(expression: str) -> int | float:
-    """Value of an expression in + - * / and parentheses, of at most 30 characters. Raises ValueError."""
+    """Value of an expression in + - * / and parentheses, of at most 30 characters. Raises ToolError."""
     if not re.fullmatch(r"[\d+\-*/() .]{1,30}", expression, re.ASCII):
-        raise ValueError("an expression holds at most 30 of the characters 0-9 + - * / ( ) .")
+        raise ToolError("an expression holds at most 30 of the characters 0-9 + - * / ( ) .")
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ArithmeticError) as error:
-        raise ValueError(f"{expression!r} has no value: {error}") from error
+        raise ToolError(f"{expression!r} has no value: {error}") from error
 
 
 def _value(node: ast.expr) -> int | float:
@@ -160,7 +160,7 @@ def _value(node: ast.expr) -> int | float:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             result: int | float = _OPERATORS[type(sign)](_value(left), _value(right))
             return result
-    raise ValueError("an expression may use + - * / and parentheses only")
+    raise ToolError("an expression may use + - * / and parentheses only")
 
 
 def show(value: int | float) -> str:
@@ -277,10 +277,10 @@ def draw_expression(rng: random.Random, operations: int) -> Question:
 
 
 def calculate(expression: str) -> str:
-    """One operation on two numbers of at most five digits; at most six characters. Raises ValueError."""
+    """One operation on two numbers of at most five digits; at most six characters. Raises ToolError."""
     parts = re.fullmatch(r"(\d{1,5})([+\-*])(\d{1,5})", expression, re.ASCII)
     if not parts:
-        raise ValueError("a call is one operation on two numbers")
+        raise ToolError("a call is one operation on two numbers")
     return str(_apply(int(parts[1]), parts[2], int(parts[3])))[:6]
 
 

@@ -25,6 +25,10 @@ from trajectories.schema import stream_seed
 R = TypeVar("R")
 
 
+class ToolError(ValueError):
+    """What a tool answers to a call it cannot serve: the policy's mistake, and no fault of the tool."""
+
+
 class LimitPassed(Exception):
     """Something took longer than it may; `stopped` says whether it ended when it was told to."""
 
@@ -180,7 +184,8 @@ class ToolContext:
 class ToolResult:
     text: str
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Named as the episode's metrics: tool_calls, tool_errors, tool_timeouts, malformed_calls, ..."""
+    """Named as the episode's metrics: tool_calls; malformed_calls and refused_calls, which are the policy's mistakes;
+    tool_errors, tool_timeouts, cut_outputs and invalid_outputs, which are the tool's."""
 
     @property
     def failed(self) -> bool:
@@ -235,6 +240,9 @@ class Tool:
         except LimitPassed:
             text = f"error: {self.name} did not answer within {self.timeout_s:g} s"
             counts = {"tool_errors": 1, "tool_timeouts": 1}
+        except ToolError as error:
+            text, counts = bounded_text(f"error: {error}", self.max_output)
+            counts = {**counts, "refused_calls": 1}
         except Exception as error:
             text, counts = bounded_text(f"error: {describe(error)}", self.max_output)
             counts = {**counts, "tool_errors": 1}

@@ -70,7 +70,7 @@ def test_ids_that_no_tokenizer_would_make_pass_untouched(play, kit):
     client = kit.Speaker(lambda session, turn: (odd, "<answer>1</answer>")[turn])
     episode = run(play(client, Calculator(latency_s=0)))
     assert episode.tokens_T[episode.turns[0].start : episode.turns[0].end].tolist() == kit.ids_of(odd)
-    assert episode.metrics == {"tool_calls": 1, "tool_errors": 1}
+    assert episode.metrics == {"tool_calls": 1, "refused_calls": 1}
 
 
 def test_truncated_is_scored_and_not_failed(play, kit):

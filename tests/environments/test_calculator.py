@@ -167,7 +167,7 @@ def test_tiny_episode():
 
     good, bad, answer = asyncio.run(episode())
     assert [m.content for m in good.messages] == ["121"]
-    assert bad.metrics == {"tool_calls": 1, "tool_errors": 1}
+    assert bad.metrics == {"tool_calls": 1, "refused_calls": 1}
     assert chat.decode(chat.continuation(bad.messages)) == "<result><error></result>"
     assert (answer.reward, answer.success, answer.done) == (1.0, True, True)
 

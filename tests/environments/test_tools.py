@@ -7,7 +7,18 @@ from typing import Any, Literal
 import pytest
 
 from environments.environment import Action, Message
-from environments.tools import BlockingCalls, Score, Tool, ToolContext, ToolEnvironment, bounded_text, mismatch, within
+from environments.tools import (
+    BlockingCalls,
+    Score,
+    Tool,
+    ToolContext,
+    ToolEnvironment,
+    ToolError,
+    ToolResult,
+    bounded_text,
+    mismatch,
+    within,
+)
 from policy.chat import FinishReason, ToolCall
 
 
@@ -85,6 +96,14 @@ def test_a_tool_that_raises_is_an_observation(function):
     result = run(Tool("t", "", {"type": "object"}, function))
     assert result.text.startswith("error: ")
     assert result.counts == {"tool_calls": 1, "tool_errors": 1}
+
+
+def test_what_a_tool_refuses_is_told_to_the_policy_and_is_no_fault():
+    def tool():
+        raise ToolError("ask for something else")
+
+    result = run(Tool("t", "", {"type": "object"}, tool))
+    assert result == ToolResult("error: ask for something else", {"tool_calls": 1, "refused_calls": 1})
 
 
 async def _deaf():
