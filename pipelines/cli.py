@@ -102,7 +102,7 @@ def _add_learner(commands: Any) -> None:
     parser.add_argument(
         "--folder", type=Path, help="where summary.json and metrics.jsonl go (default: beside the file)"
     )
-    parser.add_argument("--adapter", type=Path, help="start from this adapter (a folder in PEFT layout)")
+    parser.add_argument("--adapter", help="start from this adapter: a folder or gs:// prefix in PEFT layout")
     parser.set_defaults(handler=_learner)
 
 
@@ -191,7 +191,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         return 0
     out = args.out or Path("runs") / f"{run.name}-eval"
     out, attempt = _begin(run, out, args.file)
-    adapter = ["--adapter", str(args.adapter.absolute())] if args.adapter else []
+    adapter = ["--adapter", args.adapter] if args.adapter else []
     return _supervise(out, attempt, args, adapter)
 
 

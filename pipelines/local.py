@@ -34,9 +34,10 @@ PATIENCE_S = {"learner": 20.0, "rollouts": 4.0, "pubsub": 4.0}
 """How long each process may take to end when it is asked to."""
 EXIT_CONFIGURATION = 2
 EXIT_NO_PROGRESS = 3
-FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS)
-"""Exit statuses of the learner that starting it again would not change."""
+EXIT_TAKEN_OVER = 4
 EXIT_INTERRUPTED = 130
+FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS, EXIT_TAKEN_OVER, EXIT_INTERRUPTED)
+"""Exit statuses of the learner that starting it again would not change."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 

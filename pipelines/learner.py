@@ -1,0 +1,48 @@
+"""The learner's process: the run file's sections put together for `learner.train`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from environments.environment import load_environment
+from learner.train import LearnerSpec, train
+from pipelines.config import Run
+from pipelines.settings import SettingsError
+
+
+def learner_spec(run: Run) -> LearnerSpec:
+    """What the learner needs to know of a run."""
+    return LearnerSpec(
+        run_id=run.run_id,
+        topics=run.topics,
+        storage_url=run.storage,
+        seed=run.seed,
+        model=run.model,
+        lora=run.lora,
+        optimizer=run.optimizer,
+        loss=run.loss,
+        packing=run.packing,
+        temperature=run.sampling.temperature,
+        learner=run.learner,
+        checkpoints=run.checkpoints,
+        evaluation=run.evaluation,
+    )
+
+
+def run_learner(run: Run, folder: Path, *, adapter: str | None = None) -> int:
+    """Train a resolved run; summary.json and metrics.jsonl go to `folder`. Returns the exit status.
+
+    What no restart would mend (a model, adapter, environment or checkpoint that cannot be used) becomes a SettingsError.
+    """
+    if not run.run_id:
+        raise SettingsError("the learner reads a resolved run: start one with `headrace run` or `headrace launch`")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    try:
+        tasks = load_environment(run.environment, run.seed).tasks
+        return train(learner_spec(run), tasks, folder, adapter=adapter)
+    except ValueError as error:
+        logging.exception("this run cannot be trained")
+        raise SettingsError(str(error)) from error
