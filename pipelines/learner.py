@@ -34,7 +34,7 @@ def learner_spec(run: Run) -> LearnerSpec:
 def run_learner(run: Run, folder: Path, *, adapter: str | None = None) -> int:
     """Train a resolved run; summary.json and metrics.jsonl go to `folder`. Returns the exit status.
 
-    What no restart would mend (a model, adapter, environment or checkpoint that cannot be used) becomes a SettingsError.
+    What no restart would mend (a model, an adapter, an environment that cannot be used) becomes a SettingsError.
     """
     if not run.run_id:
         raise SettingsError("the learner reads a resolved run: start one with `headrace run` or `headrace launch`")
