@@ -42,7 +42,7 @@ class Attempt:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the attempt for this process; raises AttemptError where another one holds it."""
-        with (self.folder / ".lock").open("w") as file:
+        with (self.folder / ".supervisor.lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -159,7 +159,7 @@ class FolderStorage:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         """Serialises the writers of all processes; freed by the kernel when a process dies."""
-        with (self._root / ".lock").open("ab") as file:
+        with (self._root / ".storage.lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
