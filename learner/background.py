@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from learner.buffer import Held
-from learner.checkpoints import Checkpoints, Snapshot
+from learner.checkpoints import Checkpoints, Snapshot, load_orbax
 from policy.adapters import AdapterStore, Fenced, Lease
 from policy.lora import Adapter
 from trajectories.schema import Row, Version
@@ -257,6 +257,7 @@ class CheckpointWriter:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        load_orbax()
         while (request := self._requests.get()) is not None:
             snapshot, acks = request
             try:

@@ -130,6 +130,11 @@ class Checkpoints:
             _remove(f"{self._storage.url}/{folder}")
 
 
+def load_orbax() -> None:
+    """Import Orbax, which takes seconds, before the first checkpoint waits for it."""
+    import orbax.checkpoint  # noqa: F401
+
+
 def _age(name: str) -> tuple[int, int]:
     match = _NAME.fullmatch(name)
     assert match is not None

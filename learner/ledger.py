@@ -112,7 +112,7 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """{issued, trained, filtered, failed, expired, outstanding}; raises LedgerError if they do not balance."""
         counts = {"issued": self._next}
-        counts |= {name: self._ended[name] for name in ("trained", *Outcome)}
+        counts |= {str(name): self._ended[name] for name in ("trained", *Outcome)}
         counts["outstanding"] = len(self._groups)
         if counts["issued"] != sum(counts.values()) - counts["issued"]:
             raise LedgerError(f"the ledger does not balance: {counts}")

@@ -199,6 +199,7 @@ class AdapterLag:
 
     def __init__(self) -> None:
         self._ended_at: dict[str, float] = {}
+        self._heard: set[tuple[str, str]] = set()
         self.samples: deque[float] = deque(maxlen=10_000)
 
     def stepped(self, version: Version, ended_at: float, groups_out: int) -> None:
@@ -209,7 +210,9 @@ class AdapterLag:
 
     def heard(self, heartbeat: Heartbeat) -> None:
         for version, at in heartbeat.first_token_at.items():
-            if version in self._ended_at:
+            told = heartbeat.worker_id, version
+            if version in self._ended_at and told not in self._heard:
+                self._heard.add(told)
                 self.samples.append(max(0.0, at - self._ended_at[version]))
 
 
@@ -224,6 +227,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
         self._path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -233,8 +237,6 @@ class Journal:
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Remove the lines that are not wanted, and one that a crash cut short."""
-        if not self._path.exists():
-            return
         kept = []
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:

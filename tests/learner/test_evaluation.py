@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from learner.evaluation import Evaluation, EvaluationReport
+from learner.settings import EvaluationSettings
+from trajectories.schema import Episode, Kind, Status, Task, Version, VersionSpan
+
+VERSION = Version(3, 2)
+
+
+def begun(questions: int = 2, **options: object) -> tuple[Evaluation, list[Task]]:
+    settings = EvaluationSettings(questions=questions, **options)  # type: ignore[arg-type]
+    payloads = [{"q": index} for index in range(questions)]
+    evaluation = Evaluation("r", settings, payloads, VERSION, first_id=1000, now=0.0)
+    return evaluation, list(evaluation.tasks(0.0))
+
+
+def answer(task: Task, success: bool = True, status: Status = Status.COMPLETED, version: Version = VERSION) -> Episode:
+    return Episode(
+        "r",
+        task.group_id,
+        task.attempt,
+        0,
+        1,
+        np.arange(3),
+        np.array([False, True, True]),
+        np.zeros(3),
+        1,
+        version_spans=(VersionSpan(1, version),),
+        success=success,
+        status=status,
+        kind=Kind.EVAL,
+    )
+
+
+def test_every_question_is_asked_sampled_and_greedy_of_the_pinned_version() -> None:
+    evaluation, tasks = begun()
+    assert [(task.kind, task.temperature, task.version, task.group_size) for task in tasks] == [
+        *[(Kind.EVAL, 1.0, VERSION, 1)] * 2,
+        *[(Kind.EVAL, 0.0, VERSION, 1)] * 2,
+    ]
+    assert len({task.key for task in tasks}) == 4
+    assert list(evaluation.tasks(1.0)) == []
+    for task, success in zip(tasks, (True, False, True, True), strict=True):
+        assert evaluation.answer(answer(task, success), 1.0)
+    assert evaluation.done
+    report = evaluation.report(5.0)
+    assert (report.sampled.value, report.greedy.value, report.seconds) == (0.5, 1.0, 5.0)
+    assert EvaluationReport.from_json(report.to_json()) == report
+
+
+def test_repeated_answers_and_foreign_ids_count_nothing() -> None:
+    evaluation, tasks = begun()
+    assert evaluation.answer(answer(tasks[0], True), 1.0)
+    assert not evaluation.answer(answer(tasks[0], False), 2.0)
+    assert not evaluation.answer(answer(replace(tasks[0], group_id=5)), 2.0)
+    assert evaluation.report(2.0).sampled.successes == 1
+
+
+def test_failed_episodes_are_asked_again_and_then_reported_as_unanswered() -> None:
+    evaluation, tasks = begun(1, greedy_questions=0, attempts=3)
+    for attempt in range(3):
+        assert [task.attempt for task in tasks] == [attempt]
+        evaluation.answer(answer(tasks[0], status=Status.TIMEOUT), 1.0)
+        tasks = list(evaluation.tasks(1.0))
+    assert tasks == []
+    assert evaluation.done
+    rate = evaluation.report(1.0).sampled
+    assert (rate.value, rate.answered, rate.unanswered) == (None, 0, 1)
+
+
+def test_answers_of_another_version_do_not_count() -> None:
+    evaluation, tasks = begun(1, greedy_questions=0)
+    evaluation.answer(answer(tasks[0], version=Version(2, 2)), 1.0)
+    assert not evaluation.done
+    assert [task.attempt for task in evaluation.tasks(1.0)] == [1]
+
+
+def test_lost_and_overdue_questions_are_asked_again() -> None:
+    evaluation, tasks = begun(2, greedy_questions=0, deadline_s=10)
+    evaluation.lost([tasks[1].key, "eval-77.0"])
+    again = list(evaluation.tasks(1.0))
+    assert [(task.group_id, task.attempt) for task in again] == [(1001, 1)]
+    assert list(evaluation.tasks(9.0)) == []
+    assert {(task.group_id, task.attempt) for task in evaluation.tasks(12.0)} == {(1000, 1), (1001, 2)}
+    assert evaluation.answer(answer(tasks[0]), 13.0)  # a late answer of an old attempt is an answer
+    assert evaluation.answered == 1

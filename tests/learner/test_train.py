@@ -1,0 +1,297 @@
+"""The learner against the real server, fed by stand-in actors (`actors.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from emulator.testing import ServerProcess
+from learner.clients import publisher_client
+from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
+from learner.train import LearnerSpec, train
+from policy.adapters import AdapterStore, claim_incarnation
+from tests.learner.actors import BUCKETS, CONFIG, LORA, Actors, Habits, Tasks, tiny_model, topics_for
+from trajectories.packing import PackingSettings
+from trajectories.schema import Version
+from trajectories.storage import open_storage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every run here compiles the same few functions: once is enough."""
+    values = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    process = ServerProcess(tmp_path_factory.mktemp("pubsub"))
+    process.start()
+    before = os.environ.get("PUBSUB_EMULATOR_HOST")
+    yield process
+    process.stop()
+    os.environ.pop("PUBSUB_EMULATOR_HOST")
+    if before is not None:
+        os.environ["PUBSUB_EMULATOR_HOST"] = before
+
+
+@pytest.fixture
+def spec(server: ServerProcess, tmp_path: Path, request: pytest.FixtureRequest) -> LearnerSpec:
+    run_id = "".join(c if c.isalnum() else "-" for c in request.node.name)[-40:].strip("-")
+    return LearnerSpec(
+        run_id=run_id,
+        topics=topics_for(server.address, run_id),
+        storage_url=str(tmp_path / "run"),
+        model=tiny_model(tmp_path / "model"),
+        lora=LORA,
+        packing=PackingSettings(buckets=BUCKETS),
+        learner=LearnerSettings(
+            groups_per_step=3, group_size=4, steps=4, max_staleness=1, no_progress_s=60, stop_within_s=8
+        ),
+        checkpoints=CheckpointSettings(every_steps=2),
+        evaluation=EvaluationSettings(questions=0),
+    )
+
+
+def run(spec: LearnerSpec, folder: Path, habits: Habits | None = None, **options: Any) -> tuple[int, dict[str, Any]]:
+    lines: list[str] = []
+    with Actors(spec, habits):
+        status = train(spec, Tasks(), folder, say=lines.append, **options)
+    print("\n".join(lines))
+    return status, summary_of(folder)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def balances(groups: dict[str, int]) -> bool:
+    return groups["issued"] == sum(groups.values()) - groups["issued"]
+
+
+def check_books(spec: LearnerSpec, folder: Path) -> None:
+    """Invariants 1, 2 and 6, by the record of the steps that made the final weights."""
+    summary, steps = summary_of(folder), steps_of(folder)
+    assert balances(summary["groups"])
+    assert [step["step"] for step in steps] == list(range(1, summary["step"] + 1))
+    trained = [group for step in steps for group in step["groups"]]
+    closings = [closing for step in steps for closing in step["closings"]]
+    assert len(trained) == len(set(trained)) == len(set(closings)) == summary["groups"]["trained"]
+    assert all(step["staleness_max"] <= spec.learner.max_staleness for step in steps)
+    assert (summary["staleness"]["max"] or 0) <= spec.learner.max_staleness
+
+
+def test_a_whole_run(spec: LearnerSpec, tmp_path: Path) -> None:
+    spec = replace(spec, evaluation=EvaluationSettings(questions=5, greedy_questions=3))
+    status, summary = run(spec, tmp_path)
+    check_books(spec, tmp_path)
+    assert status == 0
+    assert (summary["outcome"], summary["step"], summary["version"]) == ("steps", 4, "4.1")
+    assert (summary["success_before"], summary["greedy_before"]) == (0.0, 1.0)
+    assert (summary["success_after"], summary["greedy_after"]) == (0.0, 1.0)
+    assert summary["groups"]["trained"] == 12
+    assert summary["groups"]["filtered"] > 0
+    assert summary["compiles_after_warmup"] == 0
+    assert 0 < summary["learner_busy"] < 1
+    assert 0 <= summary["padding_fraction"] < 1
+    assert len(summary["curve"]) == 4
+    for name in ("train_s", "eval_s", "startup_s", "episodes_per_s", "tokens_per_s"):
+        assert summary[name] > 0
+    store = AdapterStore(open_storage(spec.storage_url), CONFIG, LORA)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.version == Version(4, 1)
+    assert any(part["b"].any() for part in store.load(latest.version).values())
+
+
+def test_one_group_a_step_on_policy_with_a_failing_member_in_each(spec: LearnerSpec, tmp_path: Path) -> None:
+    """Invariant 10."""
+    spec = replace(spec, learner=replace(spec.learner, groups_per_step=1, max_staleness=0))
+    status, summary = run(spec, tmp_path, Habits(failing_members=1))
+    check_books(spec, tmp_path)
+    assert (status, summary["groups"]["trained"], summary["staleness"]["max"]) == (0, 4, 0)
+
+
+def test_two_closings_of_a_group_train_once(spec: LearnerSpec, tmp_path: Path) -> None:
+    _, summary = run(spec, tmp_path, Habits(twice=lambda task: True))
+    check_books(spec, tmp_path)
+    assert summary["discards"]["closings"]
+
+
+def test_swallowed_tasks_are_issued_again_and_expire(spec: LearnerSpec, tmp_path: Path) -> None:
+    settings = replace(spec.learner, task_deadline_s=0.6, max_attempts=2)
+    habits = Habits(swallow=lambda task: task.group_id in (1, 2) and (task.attempt == 0 or task.group_id == 2))
+    status, summary = run(replace(spec, learner=settings), tmp_path, habits)
+    check_books(spec, tmp_path)
+    assert status == 0
+    assert summary["discards"]["reissued"]["task_deadline"] >= 2
+    assert summary["groups"]["expired"] == 1
+
+
+def test_a_stale_actor_is_discarded_and_never_trained(spec: LearnerSpec, tmp_path: Path) -> None:
+    """An actor that never loads a new adapter: the bound holds, and what it breaks is counted."""
+    settings = replace(spec.learner, steps=2, no_progress_s=8, max_staleness=0, max_attempts=1)
+    spec = replace(spec, learner=settings)
+    lines: list[str] = []
+    stop = threading.Event()
+    with Actors(spec, Habits(follows=False)):
+        runner = threading.Thread(
+            target=train, args=(spec, Tasks(), tmp_path), kwargs={"say": lines.append, "stop": stop}
+        )
+        runner.start()
+        await_steps(tmp_path, 1, runner)
+        time.sleep(1)
+        stop.set()
+        runner.join(30)
+    check_books(spec, tmp_path)
+    summary = summary_of(tmp_path)
+    assert (summary["outcome"], summary["step"]) == ("interrupted", 1)
+    assert summary["groups"]["expired"] > 0
+
+
+def test_stragglers_pace_the_steps(spec: LearnerSpec, tmp_path: Path) -> None:
+    slow = Habits(latency_s=lambda task: 0.7 if task.group_id % 4 == 0 else 0.02, filtered=lambda task: False)
+    _, summary = run(replace(spec, learner=replace(spec.learner, steps=6)), tmp_path, slow)
+    check_books(spec, tmp_path)
+    trained = {group for step in steps_of(tmp_path) for group in step["groups"]}
+    assert {0, 4, 8} <= trained  # slow prompts train, in their turn
+    assert summary["stall_s"]["straggler"] > 0
+    assert not summary["discards"]["reissued"]
+
+
+def test_a_silent_job_is_given_up_with_the_reason(spec: LearnerSpec, tmp_path: Path) -> None:
+    lines: list[str] = []
+    spec = replace(spec, learner=replace(spec.learner, no_progress_s=1.0))
+    status = train(spec, Tasks(), tmp_path, say=lines.append)
+    assert status == 3
+    assert "no heartbeat has ever come" in "\n".join(lines)
+    assert balances(summary_of(tmp_path)["groups"])
+
+
+def test_broken_messages_are_dead_letters_and_the_run_goes_on(spec: LearnerSpec, tmp_path: Path) -> None:
+    publisher = publisher_client()
+    for name in ("rows", "verdicts", "results", "heartbeats"):
+        publisher.publish(spec.topics.topic(name), b"no message of ours").result(30)
+    status, summary = run(spec, tmp_path)
+    check_books(spec, tmp_path)
+    assert status == 0
+    letters = [json.loads(line) for line in (tmp_path / "dead_letters.jsonl").read_text().splitlines()]
+    assert {letter["stage"] for letter in letters} == {
+        f"learner.{n}" for n in ("rows", "verdicts", "results", "heartbeats")
+    }
+    assert summary["dead_letters"]["learner.rows: Foreign"] == 1
+
+
+def test_a_newer_incarnation_fences_the_older(spec: LearnerSpec, tmp_path: Path) -> None:
+    """Invariant 7, the second half."""
+    spec = replace(spec, learner=replace(spec.learner, steps=10_000))
+    statuses: list[int] = []
+    with Actors(spec):
+        older = threading.Thread(
+            target=lambda: statuses.append(train(spec, Tasks(), tmp_path / "older", say=lambda text: None))
+        )
+        older.start()
+        await_steps(tmp_path / "older", 1, older)
+        assert claim_incarnation(open_storage(spec.storage_url)) == 2
+        older.join(60)
+    assert statuses == [4]
+    assert summary_of(tmp_path / "older")["outcome"] == "taken_over"
+
+
+def start_learner(spec: LearnerSpec, folder: Path) -> subprocess.Popen[bytes]:
+    """The learner as a process of its own."""
+    folder.mkdir(exist_ok=True)
+    settings = {
+        "run_id": spec.run_id,
+        "storage_url": spec.storage_url,
+        "model": spec.model.path,
+        "steps": spec.learner.steps,
+        "every_steps": spec.checkpoints.every_steps,
+    }
+    with (folder / "learner.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.learner.process", str(folder), json.dumps(settings)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
+        )
+
+
+def await_steps(
+    folder: Path, number: int, learner: subprocess.Popen[bytes] | threading.Thread, incarnation: int = 1
+) -> None:
+    """Wait until that incarnation has taken `number` steps."""
+    path, log = folder / "metrics.jsonl", folder / "learner.log"
+    deadline = time.monotonic() + 90
+    while not path.exists() or path.read_text().count(f'.{incarnation}","train_s"') < number:
+        alive = learner.is_alive() if isinstance(learner, threading.Thread) else learner.poll() is None
+        assert alive, log.exists() and log.read_text()
+        assert time.monotonic() < deadline, log.exists() and log.read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(200)
+def test_kill_9_at_random_moments(spec: LearnerSpec, server: ServerProcess, tmp_path: Path) -> None:
+    """Invariants 1, 2 and 6 across SIGKILL of the learner, once also of the server; then an orderly SIGTERM."""
+    spec = replace(spec, learner=replace(spec.learner, steps=24), checkpoints=CheckpointSettings(every_steps=3))
+    chance = random.Random(int.from_bytes(os.urandom(4), "big"))
+    folder, log = tmp_path / "out", tmp_path / "out" / "learner.log"
+    with Actors(spec, Habits(latency_s=lambda task: 0.05, twice=lambda task: task.group_id % 7 == 0)) as actors:
+        for incarnation in (1, 2):
+            process = start_learner(spec, folder)
+            await_steps(folder, chance.randint(1, 6), process, incarnation)
+            time.sleep(chance.random() * 0.3)
+            process.kill()
+            process.wait()
+        process = start_learner(spec, folder)
+        await_steps(folder, 1, process, 3)
+        server.kill()
+        server.start()
+        await_steps(folder, 3, process, 3)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(60) == 130, log.read_text()
+        assert time.monotonic() - began < 20
+        check_books(spec, folder)
+        assert summary_of(folder)["outcome"] == "interrupted"
+        process = start_learner(spec, folder)
+        assert process.wait(120) == 0, log.read_text()
+    check_books(spec, folder)
+    summary = summary_of(folder)
+    assert (summary["step"], summary["version"], summary["groups"]["trained"]) == (24, "24.4", 72)
+    assert summary["compiles_after_warmup"] == 0
+    assert max(Counter(key.split(".")[0] for key in actors.started).values()) <= spec.learner.max_attempts
