@@ -1,0 +1,90 @@
+"""The servers under test.
+
+Every test that takes `clients` runs against our server and, where it is installed, against Google's emulator. What the
+latter is known to do wrong is in OFFICIAL_FAULTS: there the same test must fail, so that the list stays true.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulator.testing import ServerProcess
+from tests.emulator.clients import Clients, connect
+
+OFFICIAL_FAULTS: dict[str, str] = {}
+"""Test name → what Google's emulator 0.8.20 does instead."""
+
+
+def official_jar() -> Path | None:
+    """The newest jar of Google's emulator under an installed Cloud SDK."""
+    roots = [Path(value) for name in ("CLOUDSDK_ROOT_DIR", "CLOUDSDK_ROOT") if (value := os.environ.get(name))]
+    gcloud = shutil.which("gcloud")
+    if gcloud:
+        roots.append(Path(gcloud).resolve().parent.parent)
+    roots += [Path("/usr/lib/google-cloud-sdk"), Path("/opt/google-cloud-sdk"), Path.home() / "google-cloud-sdk"]
+    for root in roots:
+        jars = sorted((root / "platform" / "pubsub-emulator" / "lib").glob("cloud-pubsub-emulator-*-all.jar"))
+        if jars:
+            return jars[-1]
+    return None
+
+
+def _servers() -> list[Any]:
+    servers = [pytest.param("headrace", id="headrace")]
+    if official_jar() and shutil.which("java"):
+        servers.append(pytest.param("official", id="official", marks=pytest.mark.emulator_official))
+    return servers
+
+
+@pytest.fixture(scope="session")
+def _ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = ServerProcess(tmp_path_factory.mktemp("pubsub"))
+    server.start()
+    yield server.address
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def _official(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # The jar itself: `gcloud beta emulators pubsub start` leaves its java child behind.
+    command = ["java", "-jar", str(official_jar()), "--host=127.0.0.1", f"--port={port}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                assert process.poll() is None, "Google's emulator ended instead of listening"
+                assert time.monotonic() < deadline, "Google's emulator did not listen within 60 s"
+                time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=_servers())
+def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
+    """Clients of the server under test."""
+    if request.param == "official":
+        name = request.node.originalname
+        if name in OFFICIAL_FAULTS:
+            request.node.add_marker(pytest.mark.xfail(reason=OFFICIAL_FAULTS[name], strict=True))
+        address = request.getfixturevalue("_official")
+    else:
+        address = request.getfixturevalue("_ours")
+    found = connect(address)
+    yield found
+    found.subscriber.close()
