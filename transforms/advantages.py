@@ -15,9 +15,10 @@ import apache_beam as beam
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.typehints import with_input_types, with_output_types
 
+import transforms.coders  # noqa: F401 (registers the coders)
 from trajectories.advantages import AdvantageSettings, advantages, zero_variance
 from trajectories.schema import Closing, DeadLetter, Outcome, Verdict
-from transforms import coders, metrics  # noqa: F401  (registers the coders)
+from transforms import metrics
 from transforms.dead_letters import DEAD, VERDICTS, dead_letter
 from transforms.groups import verdict
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from transforms import metrics
 from trajectories.schema import DeadLetter
+from transforms import metrics
 
 DEAD: Final = "dead_letters"
 """Tag of the dead letters among a stage's outputs."""

@@ -1,13 +1,14 @@
 """RunEpisodes: an asynchronous stateful DoFn. Each episode leaves when it ends, not when a bundle or a batch does.
 
-Key = shard; state = the tasks in flight; a processing-time timer looks at them every `poll_interval_s`. `process` writes
-the task down and returns: it never blocks. The episodes themselves run in the process's runtime, which the state outlives.
+Key = shard; state = the tasks in flight; a processing-time timer looks at them every `poll_interval_s`. `process`
+writes the task down and returns: it never blocks. The episodes run in the process's runtime, which the state outlives.
 
-Invariant: a steady trickle never pushes the timer out (`armed`), and no data makes this stage raise. It raises only where
-the process cannot run episodes at all, which nobody should overlook.
+Invariant: a steady trickle never pushes the timer out (`armed`), and no data makes this stage raise. It raises only
+where the process cannot run episodes at all, which nobody should overlook.
 """
 
 # mypy: allow-subclassing-any, allow-untyped-decorators
+# ruff: noqa: B008 (Beam's way to ask for state and timers)
 
 from __future__ import annotations
 
@@ -28,7 +29,6 @@ from transforms import metrics
 from transforms.coders import PendingCoder
 from transforms.dead_letters import DEAD, EVALUATED, dead_letter
 from transforms.pending import Look, arrive, look_round
-
 
 FAULTS = ("tool_timeouts", "tool_errors", "invalid_outputs", "cut_outputs", "close_errors")
 """Counts in an episode's metrics that tell of tools gone wrong, gravest first."""

@@ -5,6 +5,7 @@ Verdict where too few members are usable. A mark that outlives it drops duplicat
 """
 
 # mypy: allow-subclassing-any, allow-untyped-decorators
+# ruff: noqa: B008 (Beam's way to ask for state and timers)
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from transforms.settings import RolloutSettings
 
 
 def close(members: Sequence[Episode], closing_id: str, min_members: int) -> Closing | Verdict:
-    """The closing of a group from the members (at least one, distinct) that ended; a failed Verdict below `min_members`.
+    """The closing of a group from the members that ended (distinct, one or more); below `min_members`, its verdict.
 
     A member is usable if it did not fail and the policy sampled in it.
     """

@@ -1,4 +1,4 @@
-"""The episodes of one worker process: an asyncio loop in its own thread, and a registry of what runs and what has ended.
+"""The episodes of one worker process: an asyncio loop in its own thread, and a registry of what runs and what ended.
 
 Invariants: no call from outside blocks; a result stays until it is forgotten; an episode that nobody asks for while
 others are asked for (its key moved to another worker) is cancelled and counted as orphaned.
@@ -131,23 +131,6 @@ class EpisodeLoop:
 
     cancel = forget
 
-    def sweep(self) -> int:
-        """Cancel and forget what nobody asks for any more; returns how many episodes that were started."""
-        with self._lock:
-            self._ask(asked=False)
-            wall = self._clock()
-            stale = [
-                episode_id
-                for episode_id, entry in self._entries.items()
-                if self._asked_clock - entry.asked_at > self._orphan_after_s
-                or wall - entry.asked_wall > max(LONGEST_STALL_S, self._orphan_after_s)
-            ]
-            orphans = sum(self._entries[episode_id].task is not None for episode_id in stale)
-            self._orphaned += orphans
-        for episode_id in stale:
-            self.forget(episode_id)
-        return orphans
-
     def occupancy(self) -> Occupancy:
         """Counts for the heartbeat."""
         with self._lock:
@@ -176,21 +159,39 @@ class EpisodeLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(max(0.1, deadline - time.monotonic()))
 
-    def _ask(self, *, asked: bool = True) -> float:
+    def _sweep(self) -> None:
+        """Cancel and forget what nobody asks for any more."""
+        with self._lock:
+            wall = self._clock()
+            stale = [
+                episode_id
+                for episode_id, entry in self._entries.items()
+                if self._asked_clock - entry.asked_at > self._orphan_after_s
+                or wall - entry.asked_wall > max(LONGEST_STALL_S, self._orphan_after_s)
+            ]
+            self._orphaned += sum(self._entries[episode_id].task is not None for episode_id in stale)
+        for episode_id in stale:
+            self.forget(episode_id)
+
+    def _ask(self) -> float:
         """Advance the clock that runs only while the process is being asked; the lock is held.
 
         A stall of the whole job (a server that restarts, a machine that sleeps) must not make orphans of all episodes.
         """
         now = self._clock()
-        if asked:
-            self._asked_clock += min(now - self._last_asked, 2 * self._poll_interval_s)
-            self._last_asked = now
+        self._asked_clock += min(now - self._last_asked, 2 * self._poll_interval_s)
+        self._last_asked = now
         return self._asked_clock
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._sweep_on)
         self._loop.run_forever()
         self._loop.close()
+
+    def _sweep_on(self) -> None:
+        self._sweep()
+        self._loop.call_later(self._poll_interval_s, self._sweep_on)
 
     def _begin(self, run: RunEpisode, task: Task, sample: int, entry: _Entry) -> None:
         entry.running = self._loop.create_task(_episode(run, task, sample), name=task.episode_id(sample))
@@ -238,7 +239,7 @@ def sound(episode: Episode) -> Episode:
         if not abs(episode.reward) < float("inf"):
             raise ValueError(f"the environment's reward must be a finite number, found {episode.reward}")
         return episode
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return dataclasses.replace(
             failed_episode(
                 Task(episode.run_id, episode.group_id, episode.attempt, episode.kind, episode.group_size),

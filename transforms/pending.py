@@ -2,8 +2,8 @@
 
 Invariants, for any order of deliveries, commits, crashes and moves between processes:
 - A member is held once, whatever the number of its deliveries.
-- A start is written down before it happens: it follows a bundle that committed its number. Each start that left no trace
-  counts, so that a member whose process dies under it is given up after `max_attempts`.
+- A start is written down before it happens: it follows a bundle that committed its number. Each start that left no
+  trace counts, so that a member whose process dies under it is given up after `max_attempts`.
 - A result is dropped from the runtime only after a bundle that emitted it has committed.
 
 Pure functions over frozen values; state, timers and the runtime are `episodes.py`'s.
@@ -161,7 +161,7 @@ def vanished_episode(task: Task, sample: int, starts: int) -> Episode:
     )
 
 
-def failed_episode(task: Task, sample: int, status: Status, error: str, timings: Timings = Timings()) -> Episode:
+def failed_episode(task: Task, sample: int, status: Status, error: str, timings: Timings | None = None) -> Episode:
     """A member without tokens that neither trains nor votes."""
     return Episode(
         run_id=task.run_id,
@@ -177,5 +177,5 @@ def failed_episode(task: Task, sample: int, status: Status, error: str, timings:
         kind=task.kind,
         temperature=1.0 if task.temperature is None else task.temperature,
         error=error,
-        timings=timings,
+        timings=timings or Timings(),
     )

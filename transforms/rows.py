@@ -4,6 +4,7 @@ Invariant: a closing leaves in exactly one pack that fits a message, or as a fai
 """
 
 # mypy: allow-subclassing-any, allow-untyped-decorators
+# ruff: noqa: B008 (Beam's way to ask for state and timers)
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def due(closings: int, tokens: int, bucket: int, settings: PackingSettings) -> b
 def packs(
     closings: Sequence[Closing], bucket: int, limit: int = codec.MAX_MESSAGE_BYTES
 ) -> Iterator[Pack | tuple[Closing, str]]:
-    """The closings in as few packs as fit a message of `limit` bytes; a closing that fits none comes with the reason."""
+    """The closings in packs that each fit a message of `limit` bytes; one that fits none comes with the reason."""
     if not closings:
         return
     try:

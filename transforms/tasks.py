@@ -17,9 +17,10 @@ from apache_beam.io.gcp.pubsub import ReadFromPubSub
 from apache_beam.pvalue import TaggedOutput
 from apache_beam.typehints import with_output_types
 
+import transforms.coders  # noqa: F401 (registers the coders)
 from trajectories import codec
 from trajectories.schema import DeadLetter, Task
-from transforms import coders, metrics  # noqa: F401  (registers the coders)
+from transforms import metrics
 from transforms.dead_letters import DEAD, dead_letter
 from transforms.settings import RolloutSpec
 
@@ -50,9 +51,9 @@ class DecodeTasks(beam.PTransform):
         self.spec = spec
 
     def expand(self, messages: Any) -> Any:
-        return messages | "ToShards" >> beam.ParDo(_DecodeTask(self.spec.run_id, self.spec.rollouts.shards)).with_outputs(
-            DEAD, main="tasks"
-        )
+        return messages | "ToShards" >> beam.ParDo(
+            _DecodeTask(self.spec.run_id, self.spec.rollouts.shards)
+        ).with_outputs(DEAD, main="tasks")
 
 
 def shard_of(task: Task, shards: int) -> str:

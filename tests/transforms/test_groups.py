@@ -37,7 +37,7 @@ def gathered(steps: Sequence[Sequence[Episode] | None], expect: list[tuple[Any, 
     def check(found: list[Closing | Verdict]) -> None:
         assert sorted(map(shape, found)) == sorted(expect)
 
-    with TestPipeline(options=PipelineOptions(streaming=True)) as pipeline:
+    with TestPipeline(options=PipelineOptions([], streaming=True)) as pipeline:
         grouped = (
             pipeline
             | stream.with_output_types(Episode)

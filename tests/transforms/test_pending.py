@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,9 +95,7 @@ def test_a_task_that_kills_its_process_is_given_up_after_three_starts() -> None:
         for _ in range(3):
             now = look_round(
                 state,
-                lambda episode_id, memory=memory: (  # type: ignore[misc]
-                    Claimed(memory[episode_id]) if episode_id in memory else Absent.ABSENT
-                ),
+                looker({episode_id: Claimed(starts) for episode_id, starts in memory.items()}),
                 room=8,
                 max_attempts=3,
             )
@@ -136,7 +135,10 @@ def test_every_member_is_emitted_once_and_started_at_most_so_often(data: st.Data
                     memory[task.episode_id(sample)] = ended(task, sample)
         else:
             now = look_round(
-                state, lambda episode_id: memory.get(episode_id, Absent.ABSENT), data.draw(st.integers(0, 4)), max_attempts
+                state,
+                looker(memory),
+                data.draw(st.integers(0, 4)),
+                max_attempts,
             )
             apply(now, memory, starts)
             if event == "look":
@@ -148,6 +150,10 @@ def test_every_member_is_emitted_once_and_started_at_most_so_often(data: st.Data
     assert all(count <= max_attempts for count in starts.values())
     if not state:
         assert sorted(emitted) == list(range(task.group_size))
+
+
+def looker(memory: Mapping[str, Look]) -> Callable[[str], Look]:
+    return lambda episode_id: memory.get(episode_id, Absent.ABSENT)
 
 
 def apply(now: Round, memory: dict[str, Look], starts: dict[int, int]) -> None:

@@ -1,0 +1,169 @@
+"""The episodes of a process: results stay until forgotten, orphans are cancelled, a stall orphans nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.transforms.conftest import MakeEpisode
+from trajectories.schema import Episode, Status, Task
+from transforms.loop import LONGEST_STALL_S, EpisodeLoop, sound
+from transforms.pending import Absent, Claimed, Running
+
+TASK = Task("run-1", group_id=3, group_size=3)
+IDS = [TASK.episode_id(sample) for sample in range(3)]
+PATIENCE_S = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scripted:
+    """Episodes that end when they are told to."""
+
+    def __init__(self, make_episode: MakeEpisode) -> None:
+        self.make_episode = make_episode
+        self.told: set[int] = set()
+        self.cancelled: list[int] = []
+        self.entered = 0
+
+    async def __call__(self, task: Task, sample: int) -> Episode:
+        self.entered += 1
+        try:
+            while sample not in self.told:
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.cancelled.append(sample)
+            raise
+        if sample == 2:
+            raise RuntimeError("a mistake in the orchestrator")
+        return self.make_episode(sample)
+
+
+@contextmanager
+def running(script: Scripted, clock: Callable[[], float] = time.monotonic, room: int = 2) -> Iterator[EpisodeLoop]:
+    loop = EpisodeLoop(max_concurrency=room, poll_interval_s=0.1, orphan_intervals=10, clock=clock)
+    loop.attach(script)
+    try:
+        yield loop
+    finally:
+        loop.close(PATIENCE_S)
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def script(make_episode: MakeEpisode) -> Scripted:
+    return Scripted(make_episode)
+
+
+def test_a_result_stays_until_it_is_forgotten(script: Scripted) -> None:
+    with running(script) as loop:
+        assert loop.look(IDS[0]) is Absent.ABSENT
+        loop.claim(IDS[0], 1)
+        assert loop.look(IDS[0]) == Claimed(1)
+        loop.submit(TASK, 0)
+        loop.submit(TASK, 0)
+        assert loop.look(IDS[0]) is Running.RUNNING
+        assert loop.occupancy().holding == ("3.0",)
+        script.told.add(0)
+        until(lambda: isinstance(loop.look(IDS[0]), Episode))
+        assert isinstance(loop.look(IDS[0]), Episode)
+        assert loop.occupancy().holding == ()
+        loop.forget(IDS[0])
+        assert loop.look(IDS[0]) is Absent.ABSENT
+        assert (loop.occupancy().started, loop.occupancy().finished) == (1, 1)
+
+
+def test_room_is_what_max_concurrency_leaves(script: Scripted) -> None:
+    with running(script, room=2) as loop:
+        assert loop.room() == 2
+        loop.submit(TASK, 0)
+        loop.submit(TASK, 1)
+        assert loop.room() == 0
+        script.told.add(1)
+        until(lambda: loop.room() == 1)
+
+
+def test_there_is_no_room_before_there_is_a_policy() -> None:
+    loop = EpisodeLoop(max_concurrency=2, poll_interval_s=0.1, orphan_intervals=10, clock=time.monotonic)
+    assert loop.room() == 0
+    loop.close(PATIENCE_S)
+
+
+def test_a_mistake_of_ours_costs_one_member(script: Scripted) -> None:
+    with running(script) as loop:
+        script.told.add(2)
+        loop.submit(TASK, 2)
+        until(lambda: isinstance(loop.look(IDS[2]), Episode))
+        episode = loop.look(IDS[2])
+        assert isinstance(episode, Episode)
+        assert episode.status is Status.POLICY_ERROR
+        assert "a mistake in the orchestrator" in episode.error
+
+
+def test_an_episode_nobody_asks_for_is_cancelled_and_its_key_may_come_back(script: Scripted) -> None:
+    clock = Clock()
+    with running(script, clock) as loop:
+        loop.submit(TASK, 0)
+        loop.submit(TASK, 1)
+        until(lambda: script.entered == 2)
+        for _ in range(12):
+            clock.now += 0.1
+            loop.look(IDS[1])
+        until(lambda: loop.occupancy().orphaned == 1)
+        assert loop.look(IDS[0]) is Absent.ABSENT
+        assert loop.look(IDS[1]) is Running.RUNNING
+        until(lambda: script.cancelled == [0])
+        until(lambda: loop.room() == 1)
+
+
+def test_a_stall_of_the_job_orphans_nobody_unless_it_lasts(script: Scripted) -> None:
+    clock = Clock()
+    with running(script, clock) as loop:
+        loop.submit(TASK, 0)
+        until(lambda: script.entered == 1)
+        clock.now += LONGEST_STALL_S - 1
+        time.sleep(0.3)
+        assert loop.look(IDS[0]) is Running.RUNNING
+        time.sleep(0.3)
+        assert loop.look(IDS[0]) is Running.RUNNING
+        clock.now += LONGEST_STALL_S + 1
+        until(lambda: loop.occupancy().orphaned == 1)
+
+
+def test_closing_lets_every_environment_clean_up(script: Scripted) -> None:
+    with running(script) as loop:
+        loop.submit(TASK, 0)
+        loop.submit(TASK, 1)
+        until(lambda: script.entered == 2)
+    assert sorted(script.cancelled) == [0, 1]
+
+
+def test_what_no_message_can_hold_becomes_a_failed_episode(make_episode: MakeEpisode) -> None:
+    good = make_episode()
+    assert sound(good) is good
+    for bad in (
+        make_episode(error="\udcff", status=Status.TIMEOUT),
+        make_episode(reward=float("nan")),
+        make_episode(metrics={"count": object()}),
+    ):
+        mended = sound(bad)
+        assert mended.status is Status.ENVIRONMENT_ERROR
+        assert mended.error
+        assert (mended.episode_id, mended.group_size) == (good.episode_id, good.group_size)
+        assert sound(mended) is mended

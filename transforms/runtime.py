@@ -1,0 +1,196 @@
+"""The runtime of a worker process: one policy, one event loop of episodes, the adapters it follows, its heartbeats.
+
+Invariants: one runtime per process and run, made at the first use and kept (Beam makes and drops DoFns per bundle);
+nothing here blocks Beam's thread: the model is loaded and compiled in the background while episodes wait in state.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from environments.environment import load_environment
+from environments.orchestrator import RolloutOrchestrator
+from policy.adapters import AdapterStore
+from policy.chat import load_chat
+from policy.client import SamplingClient, SamplingParams
+from policy.engine import Engine
+from policy.lora import Adapter, init_adapter
+from policy.settings import Backend
+from policy.weights import load_model
+from trajectories.schema import Task, Version
+from trajectories.storage import open_storage
+from transforms.adapters import AdapterFollower
+from transforms.episodes import Runtime
+from transforms.heartbeats import Heartbeats, PolicyState
+from transforms.loop import EpisodeLoop
+from transforms.pending import Look
+from transforms.settings import RolloutSpec
+
+log = logging.getLogger(__name__)
+
+BASE = Version(0, 0)
+"""The base model without an adapter: what samples until the learner has published."""
+
+
+class RuntimeStartError(RuntimeError):
+    """This process cannot run episodes: its model, environment or storage could not be opened."""
+
+
+@dataclass(frozen=True)
+class ProcessRuntime:
+    """Travels in the job graph; `start` gives this process's runtime of the run."""
+
+    spec: RolloutSpec
+
+    def start(self) -> Runtime:
+        """The runtime, made at the first call. Returns at once: the model is loaded in the background."""
+        with _LOCK:
+            runtime = _RUNTIMES.get(self.spec.run_id)
+            if runtime is None:
+                runtime = _RUNTIMES[self.spec.run_id] = RolloutRuntime(self.spec)
+            return runtime
+
+
+def close_runtimes(timeout_s: float) -> None:
+    """Stop every runtime of this process; waits at most `timeout_s`."""
+    with _LOCK:
+        runtimes = list(_RUNTIMES.values())
+        _RUNTIMES.clear()
+    for runtime in runtimes:
+        runtime.close(timeout_s)
+
+
+class Policy(SamplingClient, Protocol):
+    """A sampling client that lives in this process and changes versions."""
+
+    @property
+    def version(self) -> Version: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def first_token_at(self) -> Mapping[Version, float]: ...
+
+    def swap(self, adapter: Adapter | None, version: Version) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RolloutRuntime:
+    """Runs a process's episodes with the spec's policy and environment. Thread-safe."""
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        settings = spec.rollouts
+        self._spec = spec
+        self._policy: Policy | None = None
+        self._orchestrator: RolloutOrchestrator | None = None
+        self._follower: AdapterFollower | None = None
+        self._failure: Exception | None = None
+        self._closed = threading.Event()
+        self._episodes = EpisodeLoop(
+            max_concurrency=spec.environment.max_concurrency,
+            poll_interval_s=settings.poll_interval_s,
+            orphan_intervals=settings.orphan_intervals,
+            clock=time.monotonic,
+        )
+        self._heartbeats = Heartbeats(
+            spec.run_id,
+            spec.topics.heartbeats,
+            settings.heartbeat_interval_s,
+            self._episodes.occupancy,
+            self._policy_state,
+        )
+        threading.Thread(target=self._open, name="runtime", daemon=True).start()
+
+    def claim(self, episode_id: str, starts: int) -> None:
+        """See `transforms.episodes.Runtime`."""
+        self._episodes.claim(episode_id, starts)
+
+    def look(self, episode_id: str) -> Look:
+        """See `transforms.episodes.Runtime`."""
+        return self._episodes.look(episode_id)
+
+    def room(self) -> int:
+        """Episodes that may be started now; raises RuntimeStartError if there never will be any."""
+        if self._failure is not None:
+            raise RuntimeStartError(f"this process cannot run episodes: {self._failure}") from self._failure
+        return self._episodes.room()
+
+    def submit(self, task: Task, sample: int) -> None:
+        """See `transforms.episodes.Runtime`."""
+        self._episodes.submit(task, sample)
+
+    def forget(self, episode_id: str) -> None:
+        """See `transforms.episodes.Runtime`."""
+        self._episodes.forget(episode_id)
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel the episodes, close their environments, stop the threads; waits about `timeout_s`."""
+        self._closed.set()
+        deadline = time.monotonic() + timeout_s
+        self._episodes.close(timeout_s)
+        if self._follower is not None:
+            self._follower.close(max(0.0, deadline - time.monotonic()))
+        self._heartbeats.close(max(0.0, deadline - time.monotonic()))
+        if self._policy is not None:
+            self._policy.close()
+
+    def _policy_state(self) -> PolicyState:
+        policy = self._policy
+        if policy is None:
+            return PolicyState(None, 0, {})
+        return PolicyState(policy.version, policy.slots, dict(policy.first_token_at))
+
+    def _open(self) -> None:
+        """Load everything, follow the learner, then let episodes start."""
+        spec = self._spec
+        try:
+            began = time.monotonic()
+            environment = load_environment(spec.environment, spec.seed)
+            policy, follower = open_policy(spec)
+            # A job that starts anew beside a learner must not sample with the base first.
+            follower.poll()
+            orchestrator = RolloutOrchestrator(
+                policy,
+                load_chat(spec.model.path),
+                environment,
+                spec.environment,
+                SamplingParams(temperature=spec.sampling.temperature, max_tokens=spec.sampling.max_tokens),
+                spec.seed,
+            )
+        except Exception as error:
+            log.exception("this process cannot run episodes")
+            self._failure = error
+            return
+        self._policy, self._follower = policy, follower
+        if self._closed.is_set():
+            policy.close()
+            return
+        follower.start()
+        self._episodes.attach(orchestrator.run)
+        log.info("ready to run episodes with version %s after %.1f s", policy.version, time.monotonic() - began)
+
+
+_RUNTIMES: dict[str, RolloutRuntime] = {}
+_LOCK = threading.Lock()
+
+
+def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
+    """The spec's policy with its base weights, and what keeps it at the learner's newest version."""
+    storage = open_storage(spec.storage_url)
+    policy: Policy
+    if True:
+        model = load_model(spec.model)
+        store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
+        # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
+        base = init_adapter(model.config, spec.lora, spec.seed)
+        policy = Engine(model.config, model.params, base, BASE, spec.sampling, spec.lora.scale)
+        latest, load = store.latest, lambda found: store.load(found.version, sha256=found.sha256)
+    return policy, AdapterFollower(latest, load, policy.swap, spec.rollouts.adapter_poll_s)
