@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -120,7 +120,7 @@ class Parts:
 class Loop:
     """See the module. `run` returns why the run ended; `summary` is complete then."""
 
-    def __init__(self, parts: Parts, restored_record: Mapping[str, Any] | None) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._p = parts
         self._now = parts.clock()
         self._began_at = self._now
@@ -155,7 +155,7 @@ class Loop:
         self._gave_up_saving = False
         self._saved_at = self._now
         self._saved_step = self._step
-        self._saved_signature = self._signature() if restored_record else None
+        self._saved_signature: tuple[int, ...] | None = self._signature()
         self._evaluation: Evaluation | None = None
         self._after: EvaluationReport | None = None
         self._eval_s = self._tally.before.seconds if self._tally.before else 0.0

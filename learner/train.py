@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from learner.background import AdapterPublisher, CheckpointWriter, Device
 from learner.checkpoints import Checkpoints
@@ -113,6 +115,29 @@ def train(
     the fresh adapter of a run without checkpoints. The run ends early when `stop` is set, on SIGINT and on SIGTERM.
     Raises what made it impossible to begin or to go on: ModelError, BadAdapter, CheckpointError, ValueError, ...
     """
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with _interrupts(inbox, stop):
+        return _train(spec, tasks, folder, adapter, inbox, say)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process with what `train` returned.
+
+    A run that is interrupted while XLA compiles leaves a thread behind, on which an orderly interpreter exit aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _train(
+    spec: LearnerSpec,
+    tasks: TaskSource,
+    folder: Path,
+    adapter: str | None,
+    inbox: queue.SimpleQueue[Any],
+    say: Callable[[str], None],
+) -> int:
     clock = time.monotonic
     storage = open_storage(spec.storage_url)
     lease = Lease(storage, claim_incarnation(storage))
@@ -120,16 +145,14 @@ def train(
     trainer = make_trainer(spec, model)
     checkpoints = Checkpoints(storage.join("checkpoints"), lease.incarnation, spec.checkpoints.keep)
     snapshot = checkpoints.newest(trainer.state())
-    ledger, tally, record = Ledger(spec.learner.max_attempts), Tally(), None
+    ledger, tally = Ledger(spec.learner.max_attempts), Tally()
     if snapshot is not None:
         trainer.restore(snapshot.state)
         ledger = Ledger.from_bytes(snapshot.ledger, spec.learner.max_attempts)
-        record = snapshot.record
-        tally = Tally.from_json(record["tally"])
+        tally = Tally.from_json(snapshot.record["tally"])
     elif adapter is not None:
         trainer.restore(trainer.state()._replace(adapter=_foreign_adapter(adapter, model.config, spec.lora)))
 
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     outbox = Outbox(spec.topics, publisher_client(), inbox.put)
     lease_s = 10 * spec.checkpoints.every_s
     subscriber = Subscriber(spec.topics, outbox, inbox.put, clock, max_lease_s=lease_s)
@@ -141,43 +164,43 @@ def train(
     writer = CheckpointWriter(checkpoints, lease, inbox.put)
     metrics = Journal(folder / "metrics.jsonl")
     metrics.keep(lambda line: snapshot is not None and line["step"] <= snapshot.step)
-    parts = Parts(
-        run_id=spec.run_id,
-        incarnation=lease.incarnation,
-        learner=spec.learner,
-        checkpoints=spec.checkpoints,
-        evaluation=spec.evaluation,
-        buckets=spec.packing.buckets,
-        vocab_size=model.config.vocab_size,
-        trainer=trainer,
-        ledger=ledger,
-        tally=tally,
-        tasks=tasks,
-        outbox=outbox,
-        device=device,
-        publisher=publisher,
-        writer=writer,
-        metrics=metrics,
-        dead_letters=Journal(folder / "dead_letters.jsonl"),
-        inbox=inbox,
-        clock=clock,
-        say=say,
+    loop = Loop(
+        Parts(
+            run_id=spec.run_id,
+            incarnation=lease.incarnation,
+            learner=spec.learner,
+            checkpoints=spec.checkpoints,
+            evaluation=spec.evaluation,
+            buckets=spec.packing.buckets,
+            vocab_size=model.config.vocab_size,
+            trainer=trainer,
+            ledger=ledger,
+            tally=tally,
+            tasks=tasks,
+            outbox=outbox,
+            device=device,
+            publisher=publisher,
+            writer=writer,
+            metrics=metrics,
+            dead_letters=Journal(folder / "dead_letters.jsonl"),
+            inbox=inbox,
+            clock=clock,
+            say=say,
+        )
     )
-    loop = Loop(parts, record)
-    with _interrupts(inbox, stop):
-        try:
-            for thread in (writer, publisher, device):
-                thread.start()
-            subscriber.start()
-            ending = loop.run()
-        finally:
-            _write_summary(folder, loop.summary())
-            patience_s = spec.learner.stop_within_s / 4
-            device.close(patience_s)
-            writer.close(patience_s)
-            publisher.close(patience_s)
-            subscriber.close(patience_s)
-            outbox.close(patience_s)
+    try:
+        for thread in (writer, publisher, device):
+            thread.start()
+        subscriber.start()
+        ending = loop.run()
+    finally:
+        _write_summary(folder, loop.summary())
+        patience_s = spec.learner.stop_within_s / 4
+        device.close(patience_s)
+        writer.close(patience_s)
+        publisher.close(patience_s)
+        subscriber.close(patience_s)
+        outbox.close(patience_s)
     if loop.error is not None:
         raise loop.error
     return EXIT_STATUS[ending]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
-from learner.train import LearnerSpec, train
+from learner.train import LearnerSpec, leave, train
 from policy.weights import ModelSettings
 from tests.learner.actors import BUCKETS, LORA, Tasks
 from trajectories.packing import PackingSettings
 from trajectories.topics import Topics
 
 
-def main() -> int:
+def main() -> NoReturn:
     folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     spec = LearnerSpec(
         run_id=settings["run_id"],
@@ -27,8 +28,8 @@ def main() -> int:
         checkpoints=CheckpointSettings(every_steps=settings["every_steps"]),
         evaluation=EvaluationSettings(questions=0),
     )
-    return train(spec, Tasks(), folder)
+    leave(train(spec, Tasks(), folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,27 +24,14 @@ from learner.clients import publisher_client
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.train import LearnerSpec, train
 from policy.adapters import AdapterStore, claim_incarnation
+from tests.gcs import fake_gcs
 from tests.learner.actors import BUCKETS, CONFIG, LORA, Actors, Habits, Tasks, tiny_model, topics_for
 from trajectories.packing import PackingSettings
 from trajectories.schema import Version
 from trajectories.storage import open_storage
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every run here compiles the same few functions: once is enough."""
-    values = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in values}
-    for name, value in values.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+pytestmark = pytest.mark.usefixtures("compilation_cache")
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +213,20 @@ def test_a_newer_incarnation_fences_the_older(spec: LearnerSpec, tmp_path: Path)
     assert summary_of(tmp_path / "older")["outcome"] == "taken_over"
 
 
+def test_a_run_on_cloud_storage(spec: LearnerSpec, tmp_path: Path) -> None:
+    """Adapters and checkpoints on gs://; a second start goes on where the first ended."""
+    with fake_gcs("headrace-learner"):
+        spec = replace(spec, storage_url=f"gs://headrace-learner/{spec.run_id}")
+        quick = replace(spec, learner=replace(spec.learner, steps=2, publish_interval_s=0.0))
+        assert run(quick, tmp_path)[0] == 0
+        status, summary = run(replace(quick, learner=replace(quick.learner, steps=3)), tmp_path)
+        check_books(spec, tmp_path)
+        assert (status, summary["version"]) == (0, "3.2")
+        latest = AdapterStore(open_storage(spec.storage_url), CONFIG, LORA).latest()
+        assert latest is not None
+        assert latest.version == Version(3, 2)
+
+
 def start_learner(spec: LearnerSpec, folder: Path) -> subprocess.Popen[bytes]:
     """The learner as a process of its own."""
     folder.mkdir(exist_ok=True)
@@ -283,9 +284,7 @@ def test_kill_9_at_random_moments(spec: LearnerSpec, server: ServerProcess, tmp_
         server.start()
         await_steps(folder, 3, process, 3)
         process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
         assert process.wait(60) == 130, log.read_text()
-        assert time.monotonic() - began < 20
         check_books(spec, folder)
         assert summary_of(folder)["outcome"] == "interrupted"
         process = start_learner(spec, folder)
