@@ -145,7 +145,7 @@ def sample_packs(count: int) -> list[Pack]:
     run = run_of("calculator-tiny", 0.0, 1, 1)
 
     async def episodes() -> list[list[Episode]]:
-        policy = SimulatedPolicy(tiny.vocab_size, tiny.stop_token_ids, seed=0)
+        policy = SimulatedPolicy(tiny.vocab_size, tiny.stop_token_ids)
         orchestrator = RolloutOrchestrator(
             policy,
             tiny,

@@ -16,12 +16,13 @@ from typing import Protocol
 
 from environments.environment import load_environment
 from environments.orchestrator import RolloutOrchestrator
-from policy.adapters import AdapterStore
+from policy.adapters import AdapterStore, LatestAdapter
 from policy.chat import load_chat
 from policy.client import SamplingClient, SamplingParams
 from policy.engine import Engine
 from policy.lora import Adapter, init_adapter
 from policy.settings import Backend
+from policy.simulated import SimulatedPolicy
 from policy.weights import load_model
 from trajectories.schema import Task, Version
 from trajectories.storage import open_storage
@@ -184,13 +185,24 @@ _LOCK = threading.Lock()
 
 def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
     """The spec's policy with its base weights, and what keeps it at the learner's newest version."""
-    storage = open_storage(spec.storage_url)
+    model = load_model(spec.model)
+    store = AdapterStore(open_storage(spec.storage_url), model.config, spec.lora, base_model=model.base_model)
+
+    def load(latest: LatestAdapter) -> Adapter | None:
+        return store.load(latest.version, sha256=latest.sha256) if isinstance(policy, Engine) else None
+
     policy: Policy
-    if True:
-        model = load_model(spec.model)
-        store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
+    if spec.sampling.backend is Backend.SIMULATED:
+        chat = load_chat(spec.model.path)
+        policy = SimulatedPolicy(
+            chat.vocab_size,
+            chat.stop_token_ids,
+            version=BASE,
+            max_context=spec.sampling.max_context,
+            slots=spec.sampling.slots,
+        )
+    else:
         # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
         base = init_adapter(model.config, spec.lora, spec.seed)
         policy = Engine(model.config, model.params, base, BASE, spec.sampling, spec.lora.scale)
-        latest, load = store.latest, lambda found: store.load(found.version, sha256=found.sha256)
-    return policy, AdapterFollower(latest, load, policy.swap, spec.rollouts.adapter_poll_s)
+    return policy, AdapterFollower(store.latest, load, policy.swap, spec.rollouts.adapter_poll_s)
