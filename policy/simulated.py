@@ -1,7 +1,7 @@
 """A policy without a model: random tokens, to measure everything around it.
 
-Invariant: it keeps the contract of `SamplingClient` (versions, pins, spans, log-probs of what was drawn), so that nothing
-downstream can tell it from a model that knows nothing.
+Invariant: it keeps the contract of `SamplingClient` (versions, pins, spans, log-probs of what was drawn), so that
+nothing downstream can tell it from a model that knows nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ nothing here blocks Beam's thread: the model is loaded and compiled in the backg
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
