@@ -66,6 +66,8 @@ class _Watch:
     """First report that a worker holds it."""
     seen_at: float | None = None
     """Newest such report."""
+    suspect: bool = False
+    """It was out when the learner began or when the last worker died: it may be lost, and nobody will say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Feeder:
         """Groups that are outstanding in `ledger` (restored) are watched from `now` on."""
         self._run_id, self._settings, self._ledger = run_id, settings, ledger
         self._task, self._publish = task, publish
-        self._watches: dict[int, _Watch] = {group_id: _Watch(now) for group_id, _ in ledger.groups()}
+        self._watches = {group_id: _Watch(now, suspect=True) for group_id, _ in ledger.groups()}
         self.roster = Roster()
 
     def issue(self, step: int, published_step: int, now: float) -> int:
@@ -153,6 +155,7 @@ class Feeder:
                 watch = self._watch(held[0], now)
                 watch.held_at = now if watch.held_at is None else watch.held_at
                 watch.seen_at = now
+                watch.suspect = False
 
     def overdue(self, published_step: int, now: float, *, deadlines: bool) -> list[Lost]:
         """Issue again what dead workers held and, with `deadlines`, what is overdue.
@@ -160,6 +163,9 @@ class Feeder:
         Returns the workers that fell silent since the last call.
         """
         lost = self.roster.bury(now)
+        if lost and not self.roster.workers:
+            for watch in self._watches.values():
+                watch.suspect = True
         orphaned = {training_key(key) for worker in lost for key in worker.keys}
         for group_id, group in list(self._ledger.groups()):
             if not group.in_flight:
@@ -202,10 +208,15 @@ class Feeder:
         if alive_since is None:
             return None
         missed_since = max(watch.issued_at if watch.seen_at is None else watch.seen_at, alive_since)
-        return Reissue.UNSTARTED if now - missed_since > settings.unstarted_deadline_s else None
+        patience_s = settings.unstarted_deadline_s
+        if watch.suspect:
+            # Workers that live report what they hold within an interval, so this is the time of a few reports.
+            patience_s = min(patience_s, max(worker.patience_s for worker in self.roster.workers.values()))
+        return Reissue.UNSTARTED if now - missed_since > patience_s else None
 
     def _watch(self, group_id: int, now: float) -> _Watch:
-        return self._watches.setdefault(group_id, _Watch(now))
+        # A group without a watch was issued by an earlier life of the learner and adopted.
+        return self._watches.setdefault(group_id, _Watch(now, suspect=True))
 
     def _send(self, group_id: int, attempt: int, now: float) -> None:
         self._watches[group_id] = _Watch(now)

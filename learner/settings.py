@@ -56,8 +56,9 @@ class LearnerSettings:
     """Times a group is issued before it is given up as expired."""
     task_deadline_s: float = 600.0
     """Seconds after a worker's report that it holds a task, at which the group is issued again."""
-    unstarted_deadline_s: float = 30.0
-    """Seconds after which a task that no worker holds is issued again; they count only while some worker lives."""
+    unstarted_deadline_s: float = 120.0
+    """Seconds after which a task that no worker holds is issued again; they count only while some worker lives. A task
+    may wait this long for a free place in the job; after a death of all workers the learner is quicker by itself."""
     no_progress_s: float = 300.0
     """Seconds without any sign of progress after which the learner gives up and says what is missing."""
     rows_per_call: int = 2

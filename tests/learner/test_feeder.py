@@ -129,6 +129,32 @@ def test_tasks_that_nobody_takes_count_only_the_time_in_which_a_worker_lived() -
     assert rig.keys() == ["0.1", "1.1", "2.1", "3.1"]
 
 
+def test_what_was_out_when_all_workers_died_is_not_waited_for_long() -> None:
+    settings = replace(SETTINGS, unstarted_deadline_s=1000)
+    rig = Rig(settings)
+    rig.feeder.issue(0, 0, 0.0)
+    rig.hear(1, "0.0", worker="dies")
+    rig.keys()
+    rig.feeder.overdue(0, 17.0, deadlines=True)
+    assert rig.keys() == ["0.1"]  # what it held, at once
+    for at in range(20, 60, 5):
+        rig.hear(float(at), "0.1", "1.0", worker="new")
+        rig.feeder.overdue(0, float(at), deadlines=True)
+        assert rig.keys() == (["2.1", "3.1"] if at == 40 else []), at
+
+
+def test_what_a_restored_ledger_has_out_is_not_waited_for_long() -> None:
+    ledger = Ledger()
+    for _ in range(2):
+        ledger.issue(0)
+    rig = Rig(replace(SETTINGS, unstarted_deadline_s=1000), Ledger.from_bytes(ledger.to_bytes()))
+    rig.feeder.watch_anew(100.0)
+    for at in range(100, 130, 5):
+        rig.hear(float(at), "0.0")
+        rig.feeder.overdue(0, float(at), deadlines=True)
+        assert rig.keys() == (["1.1"] if at == 120 else []), at
+
+
 def test_attempts_run_out() -> None:
     rig = Rig()
     rig.feeder.issue(0, 0, 0.0)
