@@ -25,9 +25,10 @@ from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSett
 from learner.train import LearnerSpec, train
 from policy.adapters import AdapterStore, claim_incarnation
 from tests.gcs import fake_gcs
-from tests.learner.actors import BUCKETS, CONFIG, LORA, Actors, Habits, Tasks, tiny_model, topics_for
-from trajectories.packing import PackingSettings
-from trajectories.schema import Version
+from tests.learner.actors import BUCKETS, CONFIG, LORA, Actors, Habits, Tasks, episode, tiny_model, topics_for
+from trajectories.codec import encode
+from trajectories.packing import PackingSettings, pack
+from trajectories.schema import Closing, Task, Version
 from trajectories.storage import open_storage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,6 +188,13 @@ def test_broken_messages_are_dead_letters_and_the_run_goes_on(spec: LearnerSpec,
     publisher = publisher_client()
     for name in ("rows", "verdicts", "results", "heartbeats"):
         publisher.publish(spec.topics.topic(name), b"no message of ours").result(30)
+    strange = [
+        pack([closing_of(spec, 0)], 32),  # a bucket that the learner did not compile
+        pack([closing_of(spec, 10**12)], 64),  # a group that was never issued
+        pack([replace(closing_of(spec, 0), advantages=())], 64),
+    ]
+    for one in strange:
+        publisher.publish(spec.topics.rows, encode(one)).result(30)
     status, summary = run(spec, tmp_path)
     check_books(spec, tmp_path)
     assert status == 0
@@ -195,6 +203,28 @@ def test_broken_messages_are_dead_letters_and_the_run_goes_on(spec: LearnerSpec,
         f"learner.{n}" for n in ("rows", "verdicts", "results", "heartbeats")
     }
     assert summary["dead_letters"]["learner.rows: Foreign"] == 1
+    assert summary["dead_letters"]["learner.rows: Unusable"] == 2
+    assert summary["dead_letters"]["learner.rows: UnknownGroup"] == 1
+
+
+def closing_of(spec: LearnerSpec, group: int) -> Closing:
+    task = Task(spec.run_id, group, group_size=2)
+    members = tuple(episode(task, sample, Version(0, 1)) for sample in range(2))
+    return Closing(spec.run_id, group, 0, f"strange-{group}", 2, members, advantages=(-1.0, 1.0))
+
+
+@pytest.mark.parametrize("rule", ["target_success", "train_s", "solved"])
+def test_stop_rules(spec: LearnerSpec, tmp_path: Path, rule: str) -> None:
+    settings = replace(spec.learner, steps=10_000, target_groups=6)
+    if rule == "target_success":
+        settings = replace(settings, target_success=0.5)
+    if rule == "train_s":
+        settings = replace(settings, train_s=0.5)
+    habits = Habits(filtered=lambda task: rule == "solved")
+    status, summary = run(replace(spec, learner=settings), tmp_path, habits)
+    check_books(spec, tmp_path)
+    assert (status, summary["outcome"]) == (0, rule)
+    assert (summary["step"] == 0) == (rule == "solved")
 
 
 def test_a_newer_incarnation_fences_the_older(spec: LearnerSpec, tmp_path: Path) -> None:
