@@ -1,4 +1,4 @@
-"""A run that is fed the worst: broken tools, malformed tasks, rows from the future. It ends well, and says what it got."""
+"""A run that is fed the worst: broken tools, malformed tasks, rows from the future. It ends well and keeps count."""
 
 from __future__ import annotations
 

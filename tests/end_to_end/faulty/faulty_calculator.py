@@ -1,4 +1,4 @@
-"""The tiny calculator with a tool that misbehaves for some members of every group; a user's folder named by code.path."""
+"""The tiny calculator with a tool that misbehaves for some members of every group; found by code.path."""
 
 from __future__ import annotations
 
