@@ -1,5 +1,7 @@
 """The transformer: layouts agree, shared prompts equal separate sequences, and the chunked head equals the formula."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from policy.lora import LoraSettings, init_adapter
 from policy.transformer import (
     ModelConfig,
+    Remat,
     attention,
+    blocked_attention,
     hidden_states,
     is_stacked,
     stack_layers,
@@ -19,7 +23,7 @@ from policy.transformer import (
 )
 
 CONFIG = ModelConfig(
-    vocab_size=37, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, max_context=64
+    vocab_size=37, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48, max_context=64
 )
 UNTIED = ModelConfig(
     vocab_size=37,
@@ -94,15 +98,16 @@ def test_layouts_round_trip():
     stacked = stack_layers(params)
     assert is_stacked(stacked)
     assert not is_stacked(params)
-    assert stacked["layers"]["q_proj"].shape == (3, 32, 32)
+    assert stacked["layers"]["q_proj"].shape == (2, 32, 32)
     again = unstack_layers(stacked)
     for ours, theirs in zip(params["layers"], again["layers"], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("config", "remat"), [(CONFIG, False), (CONFIG, True), (UNTIED, Remat.LAYER)], ids=["none", "attention", "layer"]
+)
 def test_scanned_equals_unrolled_in_value_and_gradient(config, remat):
     params, adapter = random_params(config), random_adapter(config)
     tokens = np.random.default_rng(2).integers(0, config.vocab_size, (2, 11))
@@ -154,6 +159,23 @@ def test_members_that_share_a_prompt_equal_separate_sequences():
         start += len(member)
 
 
+@pytest.mark.parametrize(("batch", "length"), [(1, 19), (2, 16), (2, 5)])
+def test_blocked_attention_equals_attention(monkeypatch, batch, length):
+    monkeypatch.setattr("policy.transformer.QUERY_BLOCK", 8)
+    generator = np.random.default_rng(6)
+    q, k, v, weight = (
+        generator.standard_normal((batch, length, heads, 8)).astype(np.float32) for heads in (6, 2, 2, 6)
+    )
+    segments = generator.integers(0, 4, (batch, length))
+    mask = visible(segments, np.where(segments > 1, 1, 0))
+
+    def run(kernel):
+        return jax.value_and_grad(lambda q, k, v: (kernel(q, k, v, mask) * weight).sum(), (0, 1, 2))(q, k, v)
+
+    for blocked, plain in zip(jax.tree.leaves(run(blocked_attention)), jax.tree.leaves(run(attention)), strict=True):
+        np.testing.assert_allclose(blocked, plain, rtol=1e-4, atol=1e-5)
+
+
 def test_attention_that_sees_nothing_stays_finite():
     q = jnp.ones((1, 2, 4, 8))
     out = attention(q, q[:, :, :2], q[:, :, :2], jnp.zeros((1, 2, 2), bool))
@@ -161,29 +183,29 @@ def test_attention_that_sees_nothing_stays_finite():
 
 
 @pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("count", [0, 1, 8, 9, 21])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_token_logprobs_equal_the_plain_formula(config, count, temperature):
+def test_token_logprobs_equal_the_plain_formula(config):
     params = random_params(config)
     generator = np.random.default_rng(4)
     hidden = generator.standard_normal((21, 32)).astype(np.float32)
     targets = generator.integers(0, config.vocab_size, 21)
     weights = generator.standard_normal(21).astype(np.float32)
-    live = np.arange(21) < count
 
     def chunked(hidden, count, temperature):
         logprobs = token_logprobs(config, params, hidden, targets, count, temperature, chunk=8)
         return (logprobs * weights).sum(), logprobs
 
-    def plain(hidden):
-        logprobs = jnp.where(live, plain_logprobs(config, params, hidden, targets, temperature), 0.0)
+    def plain(hidden, count, temperature):
+        logprobs = plain_logprobs(config, params, hidden, targets, temperature)
+        logprobs = jnp.where(np.arange(21) < count, logprobs, 0.0)
         return (logprobs * weights).sum(), logprobs
 
-    gradient, logprobs = jax.jit(jax.grad(chunked, has_aux=True))(hidden, count, temperature)
-    expected_gradient, expected = jax.grad(plain, has_aux=True)(hidden)
-    np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
-    assert not np.asarray(gradient)[count:].any()
+    chunked, plain = (jax.jit(jax.grad(function, has_aux=True)) for function in (chunked, plain))
+    for count, temperature in itertools.product((0, 1, 8, 9, 21), (1.0, 0.6)):
+        gradient, logprobs = chunked(hidden, count, temperature)
+        expected_gradient, expected = plain(hidden, count, temperature)
+        np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+        assert not np.asarray(gradient)[count:].any()
 
 
 def test_token_logprobs_compile_once_for_every_count():
