@@ -30,10 +30,12 @@ from learner.metrics import (
     Stall,
     StallClock,
     Tally,
+    contrast,
     mean,
     of_closing,
     of_verdict,
     percentile,
+    sample_line,
     step_line,
     time_bucket,
 )
@@ -53,6 +55,8 @@ PROGRESS_LINE_S = 10.0
 ADVICE_S = 60.0
 EVAL_IDS = 10_000_000
 """Ids that each evaluation has for itself."""
+EVAL_SAMPLES = 16
+"""Answers of each evaluation that samples.jsonl keeps, the first that come."""
 
 
 class Ending(StrEnum):
@@ -111,6 +115,7 @@ class Parts:
     publisher: bg.AdapterPublisher
     writer: bg.CheckpointWriter
     metrics: Journal
+    samples: Journal
     dead_letters: Journal
     inbox: queue.SimpleQueue[Any]
     clock: Callable[[], float]
@@ -358,8 +363,7 @@ class Loop:
             case Arrival(content=Verdict() as verdict):
                 self._on_verdict(verdict, event)
             case Arrival(content=Episode() as episode):
-                if self._evaluation is not None and self._evaluation.answer(episode, self._now):
-                    self._progress_at = self._now
+                self._on_result(episode)
                 event.ack()
             case Arrival(content=Heartbeat() as heartbeat):
                 self._on_heartbeat(heartbeat, event.at)
@@ -453,6 +457,15 @@ class Loop:
             self._finished[heartbeat.worker_id] = heartbeat.finished
             self._progress_at = self._now
 
+    def _on_result(self, episode: Episode) -> None:
+        evaluation = self._evaluation
+        if evaluation is None or not evaluation.answer(episode, self._now):
+            return
+        self._progress_at = self._now
+        if evaluation.answered <= EVAL_SAMPLES:
+            phase = "before" if self._phase is Phase.PREPARING else "after"
+            self._p.samples.append(sample_line(self._step, phase, episode))
+
     def _on_dead_letter(self, letter: DeadLetter) -> None:
         self._tally.dead_letters[f"{letter.stage}: {letter.reason}"] += 1
         self._p.dead_letters.append(
@@ -501,6 +514,8 @@ class Loop:
         record = self._record(done)
         self._step_ended = done.ended
         self._p.metrics.append(record)
+        for episode in contrast(held.closing for held in work.chosen):
+            self._p.samples.append(sample_line(self._step, "train", episode))
         self._p.say(step_line(record, self._settings.steps))
 
     def _record(self, done: bg.StepDone) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.evaluation import EvaluationReport
-from trajectories.schema import Closing, Heartbeat, Verdict, Version
+from trajectories.schema import Closing, Episode, Heartbeat, Verdict, Version
 
 
 class Stall(StrEnum):
@@ -248,6 +248,34 @@ class Journal:
         replacement = self._path.with_name(self._path.name + ".new")
         replacement.write_text("".join(kept), encoding="utf-8")
         os.replace(replacement, self._path)
+
+
+def contrast(closings: Iterable[Closing]) -> list[Episode]:
+    """A solved and an unsolved episode, where there are such."""
+    found: dict[bool, Episode] = {}
+    for closing in closings:
+        for episode in closing.episodes:
+            found.setdefault(episode.success, episode)
+    return [found[success] for success in sorted(found, reverse=True)]
+
+
+def sample_line(step: int, phase: str, episode: Episode) -> dict[str, Any]:
+    """An episode as a line of samples.jsonl; `phase` is `train`, `before` or `after`."""
+    return {
+        "step": step,
+        "phase": phase,
+        "episode": episode.episode_id,
+        "versions": [str(span.version) for span in episode.version_spans],
+        "temperature": episode.temperature,
+        "success": episode.success,
+        "reward": episode.reward,
+        "reward_parts": dict(episode.reward_parts),
+        "status": str(episode.status),
+        "prompt_length": episode.prompt_length,
+        "tokens": episode.tokens_T.tolist(),
+        "turns": [[turn.start, turn.end] for turn in episode.turns],
+        "duration_s": episode.timings.duration_s,
+    }
 
 
 def step_line(record: Mapping[str, Any], steps: int) -> str:

@@ -111,9 +111,9 @@ def train(
 ) -> int:
     """Train until a stop rule holds; returns the exit status (see `EXIT_STATUS`).
 
-    `folder` gets summary.json, metrics.jsonl and dead_letters.jsonl. `adapter` (folder or gs://, PEFT layout) replaces
-    the fresh adapter of a run without checkpoints. The run ends early when `stop` is set, on SIGINT and on SIGTERM.
-    Raises what made it impossible to begin or to go on: ModelError, BadAdapter, CheckpointError, ValueError, ...
+    `folder` gets summary.json, metrics.jsonl, samples.jsonl and dead_letters.jsonl. `adapter` (folder or gs://, PEFT
+    layout) replaces the fresh adapter of a run without checkpoints. The run ends early when `stop` is set, on SIGINT
+    and on SIGTERM. Raises what made it impossible to begin or to go on: ModelError, BadAdapter, CheckpointError, ...
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with _interrupts(inbox, stop):
@@ -162,8 +162,9 @@ def _train(
         store, spec.learner.keep_adapters, _publish_interval_s(spec.learner, storage), inbox.put, clock
     )
     writer = CheckpointWriter(checkpoints, lease, inbox.put)
-    metrics = Journal(folder / "metrics.jsonl")
-    metrics.keep(lambda line: snapshot is not None and line["step"] <= snapshot.step)
+    metrics, samples = Journal(folder / "metrics.jsonl"), Journal(folder / "samples.jsonl")
+    for journal in (metrics, samples):
+        journal.keep(lambda line: snapshot is not None and line["step"] <= snapshot.step)
     loop = Loop(
         Parts(
             run_id=spec.run_id,
@@ -182,6 +183,7 @@ def _train(
             publisher=publisher,
             writer=writer,
             metrics=metrics,
+            samples=samples,
             dead_letters=Journal(folder / "dead_letters.jsonl"),
             inbox=inbox,
             clock=clock,

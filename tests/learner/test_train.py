@@ -111,6 +111,9 @@ def test_a_whole_run(spec: LearnerSpec, tmp_path: Path) -> None:
     assert 0 < summary["learner_busy"] < 1
     assert 0 <= summary["padding_fraction"] < 1
     assert len(summary["curve"]) == 4
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["success"] for sample in samples if sample["phase"] == "train"] == [True, False] * 4
+    assert sum(sample["phase"] in ("before", "after") for sample in samples) == 16
     for name in ("train_s", "eval_s", "startup_s", "episodes_per_s", "tokens_per_s"):
         assert summary[name] > 0
     store = AdapterStore(open_storage(spec.storage_url), CONFIG, LORA)
