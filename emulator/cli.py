@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keepalive-timeout-s",
         type=float,
-        default=10.0,
-        help="how long a probe may go unanswered before the connection counts as dead (default 10)",
+        default=20.0,
+        help="how long a probe may go unanswered before the connection counts as dead (default 20)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    # The forks of this process's libraries are none: silence gRPC's warnings about them.
+    # Not at the top: `headrace --help` should not load gRPC.
     from emulator.server import ServerSettings, serve
 
     def listening(address: str) -> None:

@@ -122,9 +122,10 @@ class Delivery:
     def detach(self, consumer: int, now: float) -> None:
         """A stream has ended: what it held is ready again, except under exactly-once, where deadlines stand."""
         held = self._consumers.pop(consumer)
-        for message in sorted(held.leases, reverse=True):
+        for message in sorted(held.leases):
             pending = self.pending[message]
-            assert pending.lease is not None
+            if pending.lease is None:
+                continue  # Came back with an earlier one of its key.
             pending.lease.consumer = 0
             if not self.settings.exactly_once:
                 self._give_back(pending, now)
@@ -316,8 +317,6 @@ class Delivery:
             held.size -= pending.size
 
     def _give_back(self, pending: Pending, now: float) -> None:
-        if pending.lease is None:
-            return
         self._end_lease(pending)
         self._came_back.append(pending)
         dead = bool(self.settings.max_attempts) and pending.attempts >= self.settings.max_attempts

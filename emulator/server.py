@@ -51,7 +51,7 @@ class ServerSettings:
     """What an acknowledged publish survives."""
     keepalive_s: float = 10.0
     """Silence after which a connection is probed."""
-    keepalive_timeout_s: float = 10.0
+    keepalive_timeout_s: float = 20.0
     """How long the probe may go unanswered before the connection counts as dead."""
 
     def __post_init__(self) -> None:
@@ -384,6 +384,8 @@ def _options(settings: ServerSettings) -> list[tuple[str, int]]:
         # Probe silent connections, so that a frozen or vanished subscriber is noticed; allow clients to do the same.
         ("grpc.keepalive_time_ms", int(settings.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(settings.keepalive_timeout_s * 1000)),
+        # gRPC's own bandwidth probe may be the ping in flight; then no other is sent and this limit alone counts.
+        ("grpc.http2.ping_timeout_ms", int(settings.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),

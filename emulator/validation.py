@@ -73,10 +73,14 @@ def named(check: Callable[..., str], name: str, *collection: str) -> str:
         raise invalid(f"You have passed an invalid argument to the service: {error}.") from None
 
 
-def check_range(what: str, value: float, low: float, high: float) -> None:
+def check_range(
+    what: str, value: float, low: float, high: float, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
+) -> None:
     """Refuse a value outside of [low, high]."""
-    if not low <= value <= high:
-        raise invalid(f"{what} must be between {low:g} and {high:g}, found {value:g}")
+    if value < low:
+        raise Refused(code, f"The value for {what} is too small. You passed {value}, but the minimum is {low}.")
+    if value > high:
+        raise Refused(code, f"The value for {what} is too large. You passed {value}, but the maximum is {high}.")
 
 
 def check_topic(topic: Any) -> None:
@@ -110,7 +114,8 @@ def complete_subscription(subscription: Any) -> None:
         policy = subscription.dead_letter_policy
         named(check_name, policy.dead_letter_topic, "topics")
         policy.max_delivery_attempts = policy.max_delivery_attempts or 5
-        check_range("dead_letter_policy.max_delivery_attempts", policy.max_delivery_attempts, 5, 100)
+        out_of_range = grpc.StatusCode.OUT_OF_RANGE
+        check_range("max_delivery_attempts", policy.max_delivery_attempts, 5, 100, out_of_range)
     if subscription.HasField("retry_policy"):
         retry = subscription.retry_policy
         if not retry.HasField("minimum_backoff"):
@@ -151,12 +156,7 @@ def updated(kind: str, current: Any, wanted: Any, mask: Any) -> Any:
 
 def check_publish(request: Any) -> None:
     """Refuse a PublishRequest over the service's limits or with nothing in it."""
-    size = request.ByteSize()
-    if size > MAX_PUBLISH_BYTES:
-        raise invalid(
-            f"The value for request_size is too large. You passed {size} in the request, but the maximum value is "
-            f"{MAX_PUBLISH_BYTES}."
-        )
+    check_range("request_size", request.ByteSize(), 0, MAX_PUBLISH_BYTES)
     check_range("message_count", len(request.messages), 1, MAX_PUBLISH_MESSAGES)
     for message in request.messages:
         if not message.data and not message.attributes:
