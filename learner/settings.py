@@ -63,8 +63,8 @@ class LearnerSettings:
     """Seconds without any sign of progress after which the learner gives up and says what is missing."""
     rows_per_call: int = 2
     """Rows of one bucket that one compiled call computes."""
-    remat: bool = False
-    """Recompute activations in the backward pass: less memory, a third more work."""
+    remat: bool = True
+    """Keep the projections' outputs and compute attention again in the backward pass: about half the memory."""
     publish_interval_s: float | None = None
     """Least seconds between two published adapters; None is 0 for a folder and 1 for gs://, which allows no more."""
     keep_adapters: int = 4

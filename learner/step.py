@@ -196,7 +196,7 @@ class Trainer:
     ) -> None:
         """`params` of either layout; training scans over stacked layers. `temperature` is the behaviour policy's.
 
-        `seed` makes the first adapter. `remat` trades a second forward pass for activation memory. `sharding` None
+        `seed` makes the first adapter. `remat` computes attention again in the backward pass, for less memory. `sharding` None
         is one device.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
