@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policy.lora import Adapter, layer_adapter
+from policy.lora import Adapter
 from policy.sampling import sample, uniforms
 from policy.transformer import MASKED, ModelConfig, Params, embed, final_norm, make_block, unembed
 
@@ -27,6 +27,9 @@ Array = Any
 """A JAX array; `Any` because JAX is not part of the type check."""
 Cache = list[dict[str, list[Array]]]
 """[segment]["k" | "v"][layer] -> array."""
+LayerAdapters = list[Adapter]
+"""One layer's share after the other, as `policy.lora.layer_adapter` gives them: slices of a stacked adapter inside a
+compiled function are kernels of their own, hundreds of them."""
 Compiled = Callable[..., Any]
 
 
@@ -55,7 +58,7 @@ def decode(
     lora_scale: float,
     steps: int,
     params: Params,
-    adapter: Adapter | None,
+    adapter: LayerAdapters | None,
     cache: Cache,
     tokens_S: Array,
     positions_S: Array,
@@ -97,7 +100,7 @@ def decode(
         x = embed(params, tokens_S[:, None])
         for index, layer in enumerate(params["layers"]):
             block = make_block(config, layer)
-            share = layer_adapter(adapter, index)
+            share = None if adapter is None else adapter[index]
             x = block(x, positions[:, None], functools.partial(attend, index), share, lora_scale)
         logits = unembed(config, params, final_norm(config, params, x)[:, 0])
         tokens_S, logprobs_S = sample(logits, temperatures_S, uniforms(seeds_S2, indices_S + i))
@@ -116,7 +119,7 @@ def prefill(
     config: ModelConfig,
     lora_scale: float,
     params: Params,
-    adapter: Adapter | None,
+    adapter: LayerAdapters | None,
     cache: Cache,
     tokens_RC: Array,
     rows_R: Array,
@@ -158,7 +161,8 @@ def prefill(
     x = embed(params, tokens_RC)
     for index, layer in enumerate(params["layers"]):
         block = make_block(config, layer)
-        x = block(x, positions_RC, functools.partial(attend, index), layer_adapter(adapter, index), lora_scale)
+        share = None if adapter is None else adapter[index]
+        x = block(x, positions_RC, functools.partial(attend, index), share, lora_scale)
     return cache
 
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from policy import cache as kv
 from policy.client import Completion, FinishReason, PolicyError, SamplingParams
-from policy.lora import Adapter
+from policy.lora import Adapter, layer_adapter
 from policy.sampling import seed_words
 from policy.settings import SamplingSettings
 from policy.transformer import ModelConfig, Params, unstack_layers
@@ -167,7 +167,7 @@ class Engine:
             )
         self._config, self._settings, self._clock = config, settings, clock
         self._params = jax.tree.map(jnp.asarray, unstack_layers(params))
-        self._adapter = jax.tree.map(jnp.array, adapter)
+        self._adapter = self._by_layer(adapter)
         self._version = version
         self._segments = settings.segments
         self._cache = self._new_cache()
@@ -204,7 +204,7 @@ class Engine:
 
         self._changed = threading.Condition()
         self._inbox: list[_Request | str] = []
-        self._pending: tuple[Adapter | None, Version] | None = None
+        self._pending: tuple[kv.LayerAdapters | None, Version] | None = None
         self._closing = False
         self._stopped: PolicyError | None = None
 
@@ -273,13 +273,14 @@ class Engine:
 
         The newest of several pending swaps wins. Raises ValueError if it is not shaped like the present adapter.
         """
-        fresh = jax.tree.map(jnp.array, adapter)
+        fresh = self._by_layer(adapter)
         present, found = _shapes(self._adapter), _shapes(fresh)
         different = sorted(name for name in present.keys() | found.keys() if present.get(name) != found.get(name))
         if different:
             name = different[0]
             raise ValueError(
-                f"adapter {version}{name} must be {present.get(name, 'absent')}, found {found.get(name, 'none')}"
+                f"adapter {version}, layer {name} must be {present.get(name, 'absent')}, "
+                f"found {found.get(name, 'none')}"
             )
         with self._changed:
             self._pending = (fresh, version)
@@ -327,7 +328,7 @@ class Engine:
     def _receive(self) -> bool:
         """Take over the notes; sleep while there is nothing to do. False: the engine is to close."""
         with self._changed:
-            while not (self._closing or self._pending or self._inbox or self._active or self._abandoned_in_queue()):
+            while not (self._closing or self._pending or self._inbox or self._active or self._startable()):
                 self._changed.wait()
             if self._closing:
                 return False
@@ -345,8 +346,9 @@ class Engine:
                 self._accept(note)
         return True
 
-    def _abandoned_in_queue(self) -> bool:
-        return any(request.abandoned for request in self._queue)
+    def _startable(self) -> bool:
+        """Whether the queue holds more than requests that wait for another version."""
+        return any(r.abandoned or r.pinned is None or r.pinned == self._version for r in self._queue)
 
     def _accept(self, request: _Request) -> None:
         name, ids = request.session.name, request.ids
@@ -670,6 +672,15 @@ class Engine:
         self.running, self.queued = 0, len(self._queue)
 
     # Construction.
+
+    def _by_layer(self, adapter: Adapter | None) -> kv.LayerAdapters | None:
+        """A copy of the adapter, layer by layer."""
+        if adapter is None:
+            return None
+        depths = {len(leaf) for leaf in jax.tree.leaves(adapter)}
+        if depths != {self._config.num_layers}:
+            raise ValueError(f"an adapter must have {self._config.num_layers} layers, found {sorted(depths)}")
+        return [jax.tree.map(jnp.array, layer_adapter(adapter, i)) for i in range(self._config.num_layers)]
 
     @property
     def _length(self) -> int:

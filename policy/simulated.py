@@ -50,6 +50,8 @@ class SimulatedPolicy:
         self.running = 0
         self.queued = 0
         self.tokens_sampled = 0
+        self.tokens_prefilled = 0
+        self.prefill_reused = 0
         self.first_token_at: dict[Version, float] = {}
 
     @property
