@@ -1,7 +1,24 @@
 """The servers under test.
 
 Every test that takes `clients` runs against our server and, where it is installed, against Google's emulator. What the
-latter is known to do wrong is in OFFICIAL_FAULTS = {
+latter is known to do wrong is in OFFICIAL_FAULTS: there the same test must fail, so that the list stays true.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulator.testing import ServerProcess
+from tests.emulator.clients import Clients, connect
+
+OFFICIAL_FAULTS = {
     "test_update_topic": "calls a topic's labels an unknown field",
     "test_ack_deadline_range[5]": "takes an ack deadline below the service's 10 s",
     "test_detach": "has no DetachSubscription",
