@@ -196,8 +196,8 @@ class Trainer:
     ) -> None:
         """`params` of either layout; training scans over stacked layers. `temperature` is the behaviour policy's.
 
-        `seed` makes the first adapter. `remat` computes attention again in the backward pass, for less memory. `sharding` None
-        is one device.
+        `seed` makes the first adapter. `remat` computes attention again in the backward pass, for less memory.
+        `sharding` None is one device.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")
