@@ -15,6 +15,7 @@ setup(
     install_requires=[
         "apache-beam[gcp]==2.77.*",
         "flax>=0.12.8,<0.13",
+        "gcsfs>=2025.9",
         "gguf>=0.19",
         "google-cloud-pubsub>=2.44,<3",
         "google-cloud-storage>=3.17,<4",

@@ -90,7 +90,7 @@ def _add_show(commands: Any) -> None:
     parser = commands.add_parser("show", help="show a run: summary, steps, sampled dialogues")
     parser.add_argument("folder", type=Path, help="the run folder, or one attempt in it")
     parser.add_argument(
-        "--dialogues", type=int, default=2, metavar="N", help="held-out dialogues to print (default: 2)"
+        "--dialogues", type=int, default=2, metavar="N", help="dialogues to print of each phase (default: 2)"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object on one line")
     parser.set_defaults(handler=_show)
@@ -206,16 +206,18 @@ def _show(args: argparse.Namespace) -> int:
         print(json.dumps(summary))
         return 0
     print(report.steps_table(args.folder))
+    print(report.dialogues(args.folder, args.dialogues))
     print(report.closing_words(summary, args.folder))
     return 0
 
 
 def _learner(args: argparse.Namespace) -> int:
+    from learner.train import leave
     from pipelines.config import load_run
     from pipelines.learner import run_learner
 
-    folder = args.folder or Path(args.run).absolute().parent
-    return run_learner(load_run(args.run), folder, adapter=args.adapter)
+    folder = args.folder or (Path() if args.run.startswith("gs://") else Path(args.run).absolute().parent)
+    leave(run_learner(load_run(args.run), folder, adapter=args.adapter))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from policy.chat import ChatFormat, load_chat
+
+PROMPT_CHARACTERS = 120
+"""Of a prompt's end, which holds the question."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -51,6 +55,32 @@ def steps_table(folder: Path) -> str:
         "  ".join(f"{name} {_short(value)}" for name, value in row.items() if isinstance(value, int | float | str))
         for row in rows
     )
+
+
+def dialogues(folder: Path, count: int) -> str:
+    """The first `count` sampled episodes of each phase (before, train, after), decoded by the run's chat format."""
+    path, run_file = folder / "samples.jsonl", folder / "run.json"
+    if not (path.is_file() and run_file.is_file()):
+        path, run_file = folder / "latest" / path.name, folder / "latest" / run_file.name
+    if not (path.is_file() and run_file.is_file()) or count < 1:
+        return ""
+    chat = load_chat(str(json.loads(run_file.read_text())["model"]["path"]))
+    phases: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
+        sample = json.loads(line)
+        if sample["phase"] == "train" or sample["temperature"] > 0:
+            phases.setdefault(sample["phase"], []).append(_dialogue(sample, chat))
+    # Of training the newest tell most, of evaluations the first are as good as any.
+    shown = {phase: lines[-count:] if phase == "train" else lines[:count] for phase, lines in phases.items()}
+    return "\n".join(line for lines in shown.values() for line in lines)
+
+
+def _dialogue(sample: Mapping[str, Any], chat: ChatFormat) -> str:
+    tokens, prompt_length = sample["tokens"], sample["prompt_length"]
+    question = chat.decode(tokens[:prompt_length])[-PROMPT_CHARACTERS:]
+    verdict = "solved" if sample["success"] else "not solved"
+    title = f"[{sample['phase']}, step {sample['step']}, {sample['episode']}: {verdict}, reward {sample['reward']:g}]"
+    return f"{title}\n...{question}{chat.decode(tokens[prompt_length:])}\n"
 
 
 def _arrow(before: float | None, after: float | None) -> str:
