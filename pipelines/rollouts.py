@@ -22,6 +22,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, SetupOptions, StandardOptions
 
 from pipelines.config import load_run
+from pipelines.direct_runner import leave_out_empty_bundles
 from transforms.advantages import Advantages
 from transforms.dead_letters import DEAD, EVALUATED, VERDICTS
 from transforms.episodes import RunEpisodes, RuntimeFactory
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="path or gs:// address of the resolved run file")
     known, arguments = parser.parse_known_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Every annotation that is a string, as all of ours are, is worth a line to Beam; the stages declare their types.
+    logging.getLogger("apache_beam.typehints").setLevel(logging.WARNING)
     run = load_run(known.run)
     options = options_of(arguments)
     pipeline = beam.Pipeline(options=options)
@@ -98,6 +101,7 @@ def _serve(pipeline: beam.Pipeline) -> int:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
+    leave_out_empty_bundles()
     result = pipeline.run()
 
     def wait() -> None:

@@ -12,6 +12,7 @@ where the process cannot run episodes at all, which nobody should overlook.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -110,7 +111,7 @@ class _RunEpisodes(beam.DoFn):
             self.runtime.claim(task.episode_id(sample), member.starts)
         if not armed.read():
             armed.write(True)
-            poll.set(time.time() + self.poll_interval_s)
+            poll.set(next_poll(time.time(), self.poll_interval_s))
 
     @on_timer(POLL)
     def on_poll(
@@ -132,7 +133,7 @@ class _RunEpisodes(beam.DoFn):
             for entry in now.pending:
                 pending.add(entry)
         if now.pending:
-            poll.set(time.time() + self.poll_interval_s)
+            poll.set(next_poll(time.time(), self.poll_interval_s))
         else:
             armed.clear()
         if now.vanished:
@@ -153,6 +154,11 @@ class _RunEpisodes(beam.DoFn):
             detail = f"{episode.episode_id}: {episode.error or counts}"
             payload = codec.encode(task, limit=None)
             yield TaggedOutput(DEAD, dead_letter(self.run_id, "RunEpisodes", reason, detail, payload))
+
+
+def next_poll(now: float, interval_s: float) -> float:
+    """The next instant of a grid that all keys share: their timers fire together, in one bundle and not in many."""
+    return (math.floor(now / interval_s) + 1) * interval_s
 
 
 def fault(episode: Episode) -> str:

@@ -13,13 +13,14 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from google.api_core.exceptions import GoogleAPIError
 from google.cloud import pubsub_v1
 
 from trajectories import codec
 from trajectories.schema import Heartbeat, Version
 from transforms import metrics
 from transforms.loop import Occupancy
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 """Seconds between two looks for a new version's first token."""
@@ -74,9 +75,10 @@ class Heartbeats:
             due = time.monotonic() + self._interval_s
             try:
                 self._publish(client, policy)
-            except (GoogleAPIError, TimeoutError, codec.CodecError) as error:
+            except Exception as error:
+                # Above all a server that is away. Whatever it is, the process goes on, and so does its heart.
                 metrics.count("heartbeats/undelivered")
-                logging.warning("a heartbeat was not delivered: %s", error)
+                log.warning("a heartbeat was not delivered: %s: %s", type(error).__name__, error)
 
     def _publish(self, client: pubsub_v1.PublisherClient, policy: PolicyState) -> None:
         new = {version: at for version, at in dict(policy.first_token_at).items() if version not in self._reported}

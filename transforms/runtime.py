@@ -22,6 +22,7 @@ from policy.engine import Engine
 from policy.lora import Adapter, init_adapter
 from policy.settings import Backend
 from policy.simulated import SimulatedPolicy
+from policy.transformer import ModelConfig
 from policy.weights import load_model
 from trajectories.schema import Task, Version
 from trajectories.storage import open_storage
@@ -178,30 +179,33 @@ class RolloutRuntime:
         log.info("ready to run episodes with version %s after %.1f s", policy.version, time.monotonic() - began)
 
 
-_RUNTIMES: dict[str, RolloutRuntime] = {}
-_LOCK = threading.Lock()
-
-
 def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
     """The spec's policy with its base weights, and what keeps it at the learner's newest version."""
-    model = load_model(spec.model)
-    store = AdapterStore(open_storage(spec.storage_url), model.config, spec.lora, base_model=model.base_model)
-
-    def load(latest: LatestAdapter) -> Adapter | None:
-        return store.load(latest.version, sha256=latest.sha256) if isinstance(policy, Engine) else None
-
+    storage, settings = open_storage(spec.storage_url), spec.sampling
     policy: Policy
-    if spec.sampling.backend is Backend.SIMULATED:
+    if settings.backend is Backend.SIMULATED:
         chat = load_chat(spec.model.path)
         policy = SimulatedPolicy(
             chat.vocab_size,
             chat.stop_token_ids,
             version=BASE,
-            max_context=spec.sampling.max_context,
-            slots=spec.sampling.slots,
+            max_context=settings.max_context,
+            slots=settings.slots,
         )
-    else:
-        # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
-        base = init_adapter(model.config, spec.lora, spec.seed)
-        policy = Engine(model.config, model.params, base, BASE, spec.sampling, spec.lora.scale)
+        # Only latest.json is read, so any model will do.
+        store = AdapterStore(storage, ModelConfig(chat.vocab_size, 1, 2, 1, 1, 2, 2), spec.lora)
+        return policy, AdapterFollower(store.latest, lambda _: None, policy.swap, spec.rollouts.adapter_poll_s)
+    model = load_model(spec.model)
+    store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
+    # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
+    base = init_adapter(model.config, spec.lora, spec.seed)
+    policy = Engine(model.config, model.params, base, BASE, settings, spec.lora.scale)
+
+    def load(found: LatestAdapter) -> Adapter:
+        return store.load(found.version, sha256=found.sha256)
+
     return policy, AdapterFollower(store.latest, load, policy.swap, spec.rollouts.adapter_poll_s)
+
+
+_RUNTIMES: dict[str, RolloutRuntime] = {}
+_LOCK = threading.Lock()

@@ -38,6 +38,7 @@ from trajectories import codec
 from trajectories.packing import unpack
 from trajectories.schema import DeadLetter, Episode, Heartbeat, Kind, Outcome, Pack, Status, Task, Verdict, Version
 from trajectories.storage import open_storage
+from transforms.tasks import shard_of
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
@@ -143,7 +144,7 @@ def write_run(folder: Path) -> Run:
             "max_concurrency": 128,
         },
         "packing": {"buckets": [128, 256], "closings_per_pack": 2, "flush_s": 0.2},
-        "rollouts": {"group_deadline_s": 4.0, "heartbeat_interval_s": 1.0},
+        "rollouts": {"group_deadline_s": 2.0, "heartbeat_interval_s": 1.0},
         "learner": {"group_size": 3},
     }
     (folder / "run.json").write_text(json.dumps(values))
@@ -207,21 +208,35 @@ def test_groups_that_yield_no_rows_yield_a_verdict_each(job: Job) -> None:
 
 
 def test_a_straggler_does_not_hold_its_group_past_the_deadline(job: Job) -> None:
-    job.publish(job.training(20, {"rewards": [0.0, 1.0, 1.0], "latencies_s": [0.0, 0.0, 8.0]}))
+    job.publish(job.training(20, {"rewards": [0.0, 1.0, 1.0], "latencies_s": [0.0, 0.0, 6.0]}))
     (pack,) = job.messages("rows", Pack, 1)
     (closing,) = pack.closings
     assert ([episode.sample for episode in closing.episodes], closing.missing_members) == ([0, 1], 1)
     # The straggler ends, late: it is dropped, and a new attempt at the group is a group of its own.
-    time.sleep(5.0)
+    job.receive("heartbeats", Heartbeat, lambda found: any("20.0" in beat.holding for beat in found))
+    job.receive("heartbeats", Heartbeat, lambda found: bool(found) and "20.0" not in found[-1].holding)
     job.publish(job.training(20, {"rewards": [0.0, 0.0, 1.0]}, attempt=1))
     (pack,) = job.messages("rows", Pack, 1)
     assert [closing.key for closing in pack.closings] == ["20.1"]
 
 
+def test_a_steady_trickle_on_one_key_does_not_hold_back_what_has_ended(job: Job) -> None:
+    """Beam's AsyncWrapper gives nothing at all here: each arrival pushes its timer out."""
+    candidates = (job.evaluation(number, {}) for number in range(2000, 4000))
+    tasks = [task for task in candidates if shard_of(task, job.run.rollouts.shards) == "shard-0007"][:40]
+    for task in tasks:
+        job.publish(task)
+        time.sleep(0.05)
+    published = time.time()
+    seen = job.receive("results", Episode, lambda found: len(found) >= 40)
+    assert sorted(episode.group_id for episode, _ in seen) == sorted(task.group_id for task in tasks)
+    assert sum(episode.timings.ended_at < published - 0.5 for episode, _ in seen) > 10
+
+
 def test_a_task_delivered_twice_runs_once(job: Job) -> None:
-    task = job.training(30, {"rewards": [0.0, 0.5, 1.0], "latencies_s": [1.0, 1.0, 1.0]})
+    task = job.training(30, {"rewards": [0.0, 0.5, 1.0], "latencies_s": [0.5, 0.5, 0.5]})
     job.publish(task, task)
-    job.publish(job.training(31, {"rewards": [0.0, 0.5, 1.0], "latencies_s": [3.0, 3.0, 3.0]}))
+    job.publish(job.training(31, {"rewards": [0.0, 0.5, 1.0], "latencies_s": [1.5, 1.5, 1.5]}))
     packs = job.receive("rows", Pack, lambda found: any(c.group_id == 31 for pack in found for c in pack.closings))
     keys = [closing.key for pack, _ in packs for closing in pack.closings]
     assert sorted(keys) == ["30.0", "31.0"]
@@ -298,7 +313,7 @@ def test_adapters_are_followed_and_a_damaged_one_is_skipped(job: Job) -> None:
 
 
 def test_heartbeats_tell_a_slow_tool_from_a_dead_worker(job: Job) -> None:
-    job.publish(job.training(80, {"latencies_s": [5.0, 5.0, 5.0]}))
+    job.publish(job.training(80, {"latencies_s": [3.0, 3.0, 3.0]}))
     beats = job.receive("heartbeats", Heartbeat, lambda found: any("80.0" in beat.holding for beat in found))
     beat = next(beat for beat, _ in beats if "80.0" in beat.holding)
     assert beat.run_id == job.run.run_id

@@ -9,8 +9,8 @@ from typing import Any
 import apache_beam as beam
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.testing.test_pipeline import TestPipeline
-from apache_beam.testing.test_stream import TestStream
+from apache_beam.testing.test_pipeline import TestPipeline as Pipeline
+from apache_beam.testing.test_stream import TestStream as Stream
 from apache_beam.testing.util import assert_that
 
 from tests.transforms.conftest import MakeEpisode
@@ -27,7 +27,7 @@ PAST_EVERY_DEADLINE_S = 1e10
 
 def gathered(steps: Sequence[Sequence[Episode] | None], expect: list[tuple[Any, ...]]) -> None:
     """Run the stage over batches of members; None lets every deadline pass. `expect`: `shape` of each output."""
-    stream = TestStream()
+    stream = Stream()
     for step in steps:
         if step is None:
             stream = stream.advance_processing_time(PAST_EVERY_DEADLINE_S)
@@ -37,7 +37,7 @@ def gathered(steps: Sequence[Sequence[Episode] | None], expect: list[tuple[Any, 
     def check(found: list[Closing | Verdict]) -> None:
         assert sorted(map(shape, found)) == sorted(expect)
 
-    with TestPipeline(options=PipelineOptions([], streaming=True)) as pipeline:
+    with Pipeline(options=PipelineOptions([], streaming=True)) as pipeline:
         grouped = (
             pipeline
             | stream.with_output_types(Episode)

@@ -11,8 +11,8 @@ from typing import Any
 import apache_beam as beam
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.testing.test_pipeline import TestPipeline
-from apache_beam.testing.test_stream import TestStream
+from apache_beam.testing.test_pipeline import TestPipeline as Pipeline
+from apache_beam.testing.test_stream import TestStream as Stream
 
 from tests.transforms.conftest import MakeEpisode
 from trajectories import codec
@@ -33,8 +33,8 @@ def closing(make_episode: MakeEpisode, number: int, members: int = 3, **changes:
 
 def outputs(closings: Sequence[Closing], packing: PackingSettings, folder: Path) -> list[Any]:
     """What Advantages and PackRows make of the closings, once every timer has fired."""
-    stream = TestStream().add_elements(list(closings)).advance_processing_time(PAST_EVERY_DEADLINE_S)
-    with TestPipeline(options=PipelineOptions([], streaming=True)) as pipeline:
+    stream = Stream().add_elements(list(closings)).advance_processing_time(PAST_EVERY_DEADLINE_S)
+    with Pipeline(options=PipelineOptions([], streaming=True)) as pipeline:
         estimated = (
             pipeline | stream | beam.Map(lambda one: one).with_output_types(Closing) | Advantages(AdvantageSettings())
         )
