@@ -383,7 +383,7 @@ def test_a_dead_subscribers_messages_go_to_the_living(clients: Clients) -> None:
         message.ack()
 
     with streaming(clients, subscription, callback):
-        assert wait_until(lambda: len(received) == 40, 8)
+        assert wait_until(lambda: len(received) == 40, clients.patience_s)
 
 
 def test_stream_of_an_absent_subscription(clients: Clients) -> None:
