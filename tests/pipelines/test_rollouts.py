@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,7 +76,9 @@ class Job:
             data = message if isinstance(message, bytes) else codec.encode(message)
             self.publisher.publish(self.run.topics.tasks, data, timeout=30.0).result(60.0)
 
-    def receive(self, name: str, kind: type[M], until: Any, patience_s: float = PATIENCE_S) -> list[tuple[M, float]]:
+    def receive(
+        self, name: str, kind: type[M], until: Callable[[list[M]], bool], patience_s: float = PATIENCE_S
+    ) -> list[tuple[M, float]]:
         """Messages of a topic with the Unix time at which each was seen, until `until(messages)` is true."""
         subscription = self.run.topics.subscription(name)
         found: list[tuple[M, float]] = []
@@ -93,8 +95,16 @@ class Job:
                     self.subscriber.acknowledge(subscription=subscription, ack_ids=ack_ids, timeout=10.0)
         return found
 
-    def messages(self, name: str, kind: type[M], count: int) -> list[M]:
-        return [message for message, _ in self.receive(name, kind, lambda found: len(found) >= count)]
+    def messages(self, name: str, kind: type[M], count: int, of: Callable[[M], bool] = lambda _: True) -> list[M]:
+        """The first `count` messages that `of` accepts; what earlier tests left behind may lie between them."""
+        found = self.receive(name, kind, lambda messages: sum(map(of, messages)) >= count)
+        return [message for message, _ in found if of(message)]
+
+    def dead_letters(self, count: int, stage: str, about: str = "") -> list[DeadLetter]:
+        """Dead letters of a stage whose detail begins with one of its episodes' ids."""
+        return self.messages(
+            "dead-letters", DeadLetter, count, lambda one: one.stage == stage and one.detail.startswith(about)
+        )
 
     def ready(self) -> None:
         """Wait until an episode has gone through."""
@@ -202,8 +212,7 @@ def test_groups_that_yield_no_rows_yield_a_verdict_each(job: Job) -> None:
     assert (verdicts[10].outcome, verdicts[10].success_mean) == (Outcome.FILTERED, 1.0)
     assert (verdicts[11].outcome, verdicts[11].failed_members) == (Outcome.FAILED, 3)
     assert (verdicts[12].outcome, verdicts[12].members) == (Outcome.FAILED, 1)
-    letters = job.messages("dead-letters", DeadLetter, 4)
-    assert {letter.stage for letter in letters} == {"RunEpisodes"}
+    letters = job.dead_letters(3, "RunEpisodes", "11.0/")
     assert any("the scripted environment raised" in letter.detail for letter in letters)
 
 
@@ -248,9 +257,15 @@ def test_messages_that_are_no_tasks_become_dead_letters_and_the_job_goes_on(job:
     nobody = codec.encode(job.training(41, {}, size=0))
     verdict = Verdict(job.run.run_id, 1, 0, Outcome.FAILED, "a message of the contract, and no task")
     job.publish(b"no task", task[:40], task[:-3], foreign, nobody, codec.encode(verdict))
-    letters = job.messages("dead-letters", DeadLetter, 6)
-    reasons = sorted(letter.reason for letter in letters if letter.stage == "ReadTasks")
-    assert reasons == ["BadTask", "Foreign", "Foreign", "ForeignRun", "Truncated", "Truncated"]
+    letters = job.dead_letters(6, "ReadTasks")
+    assert sorted(letter.reason for letter in letters) == [
+        "BadTask",
+        "Foreign",
+        "Foreign",
+        "ForeignRun",
+        "Truncated",
+        "Truncated",
+    ]
     assert all(letter.detail and letter.payload for letter in letters)
     job.publish(job.evaluation(42, {}))
     assert job.messages("results", Episode, 1)
@@ -260,7 +275,7 @@ def test_tools_that_go_wrong_are_counted_and_reported_and_their_episodes_end(job
     faults = ["tool_big", "tool_bytes", "tool_hang", "tool_raise"]
     job.publish(job.evaluation(50, {"faults": faults}, size=4))
     episodes = {episode.sample: episode for episode in job.messages("results", Episode, 4)}
-    letters = job.messages("dead-letters", DeadLetter, 4)
+    letters = job.dead_letters(4, "RunEpisodes", "eval-50.0/")
     assert not any(episode.status.failed for episode in episodes.values())
     assert sorted(letter.reason for letter in letters) == [
         "cut_outputs",
@@ -279,7 +294,7 @@ def test_an_environment_that_hangs_raises_or_gives_no_number_fails_its_episode_a
         Status.ENVIRONMENT_ERROR,
     ]
     assert not episodes[3].status.failed
-    assert len(job.messages("dead-letters", DeadLetter, 3)) == 3
+    assert len(job.dead_letters(3, "RunEpisodes", "eval-60.0/")) == 3
 
 
 def test_adapters_are_followed_and_a_damaged_one_is_skipped(job: Job) -> None:
