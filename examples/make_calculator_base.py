@@ -44,9 +44,9 @@ class Recipe:
     """Of the steps, the first, on nearly correct demonstrations."""
     correct: float = 0.95
     """Probability that a call or an answer of the first demonstrator is right."""
-    habit_call: float = 0.55
+    habit_call: float = 0.45
     """The same of the second demonstrator's calls ..."""
-    habit_answer: float = 0.55
+    habit_answer: float = 0.45
     """... and answers."""
     habit_guess: float = 0.0
     """Probability that its wrong call is an answer instead, before the work is done."""
