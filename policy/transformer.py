@@ -374,65 +374,64 @@ def _chunk_logits(config: ModelConfig, head: Params, hidden_ND: Array, start: Ar
 
 
 def _forward(
-    static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
+    static: tuple[ModelConfig, int],
+    head: Params,
+    hidden_ND: Array,
+    targets_N: Array,
+    count: Array,
+    temperature: Array,
+    differentiate: bool,
 ) -> tuple[Array, Array]:
-    """(logprobs_N, log_normalizers_N), both 0 from `count` on."""
+    """(logprobs_N, d logprob_n / d hidden_n as slopes_ND if `differentiate`), both 0 from `count` on."""
     config, chunk = static
 
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        logprobs, normalizers = carry
+        logprobs, slopes = carry
         start = i * chunk
         scaled = _chunk_logits(config, head, hidden_ND, start, chunk) / temperature
         normalizer = jax.nn.logsumexp(scaled, -1)
         target = lax.dynamic_slice_in_dim(targets_N, start, chunk)
         logprob = jnp.take_along_axis(scaled, target[:, None], -1, mode="clip")[:, 0] - normalizer
         live = start + jnp.arange(chunk) < count
-        return (
-            lax.dynamic_update_slice_in_dim(logprobs, jnp.where(live, logprob, 0.0), start, 0),
-            lax.dynamic_update_slice_in_dim(normalizers, jnp.where(live, normalizer, 0.0), start, 0),
-        )
+        logprobs = lax.dynamic_update_slice_in_dim(logprobs, jnp.where(live, logprob, 0.0), start, 0)
+        if differentiate:
+            slope = _slope(config, head, jnp.exp(scaled - normalizer[:, None]), target) / temperature
+            slope = jnp.where(live[:, None], slope, 0.0).astype(slopes.dtype)
+            slopes = lax.dynamic_update_slice_in_dim(slopes, slope, start, 0)
+        return logprobs, slopes
 
-    zeros = jnp.zeros(hidden_ND.shape[0], jnp.float32)
-    result: tuple[Array, Array] = lax.fori_loop(0, (count + chunk - 1) // chunk, body, (zeros, zeros))
+    zeros = jnp.zeros(hidden_ND.shape[0], jnp.float32), jnp.zeros_like(hidden_ND) if differentiate else jnp.zeros(())
+    result: tuple[Array, Array] = lax.fori_loop(0, (count + chunk - 1) // chunk, body, zeros)
     return result
+
+
+def _slope(config: ModelConfig, head: Params, probabilities_NV: Array, targets_N: Array) -> Array:
+    """d log_softmax(z)[target] / d hidden with z = hidden W, as [N, D]: W[target] - softmax(z) W."""
+    if config.tie_embeddings:
+        return head["embed"][targets_N] - probabilities_NV.astype(head["embed"].dtype) @ head["embed"]
+    chosen = jnp.take(head["unembed"], targets_N, axis=1, mode="clip").T
+    return chosen - jnp.einsum("nv,dv->nd", probabilities_NV.astype(head["unembed"].dtype), head["unembed"])
 
 
 def _logprobs(
     static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
 ) -> Array:
-    return _forward(static, head, hidden_ND, targets_N, count, temperature)[0]
+    return _forward(static, head, hidden_ND, targets_N, count, temperature, False)[0]
 
 
 def _logprobs_fwd(
     static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
-) -> tuple[Array, tuple[Any, ...]]:
-    logprobs, normalizers = _forward(static, head, hidden_ND, targets_N, count, temperature)
-    return logprobs, (head, hidden_ND, targets_N, count, temperature, normalizers)
+) -> tuple[Array, Array]:
+    return _forward(static, head, hidden_ND, targets_N, count, temperature, True)
 
 
-def _logprobs_bwd(static: tuple[ModelConfig, int], saved: tuple[Any, ...], gradient_N: Array) -> tuple[Any, ...]:
-    """d logprob / d hidden = (W[target] - softmax(logits / temperature) W) / temperature, chunk by chunk."""
-    config, chunk = static
-    head, hidden_ND, targets_N, count, temperature, normalizers_N = saved
+def _logprobs_bwd(static: tuple[ModelConfig, int], slopes_ND: Array, gradient_N: Array) -> tuple[Any, ...]:
+    """A token's log-prob depends on its own hidden state alone, so the backward pass is one product.
 
-    def body(i: Array, hidden_gradient: Array) -> Array:
-        start = i * chunk
-        scaled = _chunk_logits(config, head, hidden_ND, start, chunk) / temperature
-        normalizer = lax.dynamic_slice_in_dim(normalizers_N, start, chunk)
-        target = lax.dynamic_slice_in_dim(targets_N, start, chunk)
-        probabilities = jnp.exp(scaled - normalizer[:, None])
-        if config.tie_embeddings:
-            chosen, mean = head["embed"][target], probabilities.astype(head["embed"].dtype) @ head["embed"]
-        else:
-            chosen = jnp.take(head["unembed"], target, axis=1, mode="clip").T
-            mean = jnp.einsum("nv,dv->nd", probabilities.astype(head["unembed"].dtype), head["unembed"])
-        weight = lax.dynamic_slice_in_dim(gradient_N, start, chunk) / temperature
-        live = start + jnp.arange(chunk) < count
-        change = jnp.where(live[:, None], weight[:, None] * (chosen - mean), 0.0)
-        return lax.dynamic_update_slice_in_dim(hidden_gradient, change.astype(hidden_gradient.dtype), start, 0)
-
-    hidden_gradient = lax.fori_loop(0, (count + chunk - 1) // chunk, body, jnp.zeros_like(hidden_ND))
-    return None, hidden_gradient, None, None, None
+    The slopes are made in the forward pass, while the probabilities are at hand: computing the logits again would cost
+    a third more.
+    """
+    return None, (gradient_N[:, None] * slopes_ND).astype(slopes_ND.dtype), None, None, None
 
 
 _token_logprobs = jax.custom_vjp(_logprobs, nondiff_argnums=(0,))

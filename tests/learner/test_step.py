@@ -46,10 +46,20 @@ def random_adapter(template, seed=1):
     return jax.tree.map(lambda x: (rng.normal(size=x.shape) * 0.2).astype(np.float32), template)
 
 
-def build(*, temperature=1.0, rows_per_call=2, buckets=BUCKETS, lora=LORA, loss=None, optimizer=None, remat=False):
+def build(
+    *,
+    config=CONFIG,
+    temperature=1.0,
+    rows_per_call=2,
+    buckets=BUCKETS,
+    lora=LORA,
+    loss=None,
+    optimizer=None,
+    remat=False,
+):
     return Trainer(
-        CONFIG,
-        random_params(),
+        config,
+        random_params(config=config),
         lora,
         optimizer or OptimizerSettings(),
         loss or LossSettings(),
@@ -128,7 +138,7 @@ def assert_identical(left, right):
         np.testing.assert_array_equal(a, b)
 
 
-def plain_logprobs(adapter, groups, temperature=1.0):
+def plain_logprobs(adapter, groups, temperature=1.0, config=CONFIG):
     """log pi [episodes, LENGTH - 1] of every token but the first, by the plainest means.
 
     One episode per row, the logits of all positions, no packing, no chunks.
@@ -138,9 +148,9 @@ def plain_logprobs(adapter, groups, temperature=1.0):
     segments_BT = np.stack([np.arange(LENGTH) < len(episode) for episode in episodes]).astype(np.int32)
     positions_BT = np.broadcast_to(np.arange(LENGTH), tokens_BT.shape)
     seen_BTT = visible(segments_BT, 0 * segments_BT)
-    params = random_params()
-    hidden = hidden_states(CONFIG, params, adapter, LORA.scale, tokens_BT, positions_BT, seen_BTT)
-    table = jax.nn.log_softmax(unembed(CONFIG, params, hidden)[:, :-1] / temperature)
+    params = random_params(config=config)
+    hidden = hidden_states(config, params, adapter, LORA.scale, tokens_BT, positions_BT, seen_BTT)
+    table = jax.nn.log_softmax(unembed(config, params, hidden)[:, :-1] / temperature)
     return jnp.take_along_axis(table, tokens_BT[:, 1:, None], -1)[..., 0]
 
 
@@ -155,15 +165,15 @@ def per_token(groups, value):
     )
 
 
-def plain_gradient(adapter, groups, temperature, loss):
+def plain_gradient(adapter, groups, temperature, loss, config):
     mask = per_token(groups, lambda episode, _: episode.loss_mask_T)
     behaviour = per_token(groups, lambda episode, _: episode.logprobs_T)
     advantages = per_token(groups, lambda episode, advantage: np.full(len(episode), advantage, np.float32))
 
     @jax.jit
     def total(adapter):
-        reference = plain_logprobs(None, groups, temperature) if loss.kl_coefficient else None
-        logprobs = plain_logprobs(adapter, groups, temperature)
+        reference = plain_logprobs(None, groups, temperature, config) if loss.kl_coefficient else None
+        logprobs = plain_logprobs(adapter, groups, temperature, config)
         return policy_loss(logprobs, behaviour, advantages, mask, loss, reference_N=reference)[0] / mask.sum()
 
     return jax.value_and_grad(total)(adapter)
@@ -174,12 +184,12 @@ def trainer():
     return make_trainer()
 
 
-@pytest.mark.parametrize(("temperature", "kl_coefficient"), [(1.0, 0.0), (0.7, 0.05)])
-def test_shared_prompt_rows_give_the_gradient_of_the_episodes_alone(temperature, kl_coefficient):
-    loss = LossSettings(kl_coefficient=kl_coefficient)
-    trainer = make_trainer(temperature=temperature, loss=loss, rows_per_call=2)
+@pytest.mark.parametrize(("temperature", "kl_coefficient", "tied"), [(1.0, 0.0, True), (0.7, 0.05, False)])
+def test_shared_prompt_rows_give_the_gradient_of_the_episodes_alone(temperature, kl_coefficient, tied):
+    loss, config = LossSettings(kl_coefficient=kl_coefficient), dataclasses.replace(CONFIG, tie_embeddings=tied)
+    trainer = make_trainer(config=config, temperature=temperature, loss=loss)
     groups = closings()
-    value, expected = plain_gradient(trainer.adapter, groups, temperature, loss)
+    value, expected = plain_gradient(trainer.adapter, groups, temperature, loss, config)
     prepared = trainer.prepare(packed_rows(groups))
     gradient, sums = trainer.gradient(prepared)
     assert prepared.row_tokens < sum(len(e) for c in groups for e in c.episodes)
