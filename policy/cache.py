@@ -5,8 +5,8 @@ row's length is garbage that no query sees. The functions consume the cache they
 in place. Rows lie in segments, arrays of their own, so that decode can run on the leading segments alone.
 
 Axes as in policy.transformer; further n rows of a segment, R rows of a call, C tokens of a chunk, S decoding rows.
-Keys are stored [n, K, d, T] and values [n, K, T, d]: with both, attention of one query reads memory in order, which on
-CPU is two to ten times faster than a batched matrix product in the usual layout.
+Keys are stored [n, K, d, T] and values [n, K, T, d]: then both products of one query's attention are plain matrix
+products over memory in order. With keys in the layout of the values they took four times as long on a CPU.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def decode(
                 values = segment["v"][layer].at[rows, :, at].set(v_S1Kd[part, 0], mode="drop", unique_indices=True)
                 segment["k"][layer], segment["v"][layer] = keys, values
                 q = q_S1Hd[part, 0].reshape(size, K, G, d)
-                scores = (q[..., None] * keys[:, :, None]).sum(3) * d**-0.5
+                scores = jnp.einsum("nkgd,nkdt->nkgt", q, keys) * d**-0.5
                 scores = jnp.where((column <= at[:, None])[:, None, None], scores, MASKED)
                 weights = jax.nn.softmax(scores, -1)
-                outputs.append((weights[..., None] * values[:, :, None]).sum(3))
+                outputs.append(jnp.einsum("nkgt,nktd->nkgd", weights, values))
             return jnp.concatenate(outputs).reshape(q_S1Hd.shape)
 
         x = embed(params, tokens_S[:, None])

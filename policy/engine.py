@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from policy import cache as kv
 from policy.client import Completion, FinishReason, PolicyError, SamplingParams
@@ -43,9 +44,6 @@ from trajectories.schema import IntArray, Version, VersionSpan
 
 logger = logging.getLogger(__name__)
 
-SMALL_MODEL_BYTES = 16 << 20
-"""Below this, a call costs more than its arithmetic and draws several tokens at once."""
-STEPS_OF_SMALL_MODEL = 4
 REMEMBERED_VERSIONS = 256
 CLOSE_TIMEOUT_S = 60.0
 
@@ -100,7 +98,7 @@ class _Row:
 
     index: int
     ids: IntArray
-    """Room for a whole context; the first `length` are in the cache."""
+    """Room for a whole context (a view of `Engine._row_ids`); the first `length` are in the cache."""
     length: int = 0
     spans: list[tuple[int, Version]] = field(default_factory=list)
     """(first position, version) of the weights that computed keys and values."""
@@ -136,11 +134,18 @@ class _Row:
         self.cut(length)
 
 
+def common_prefixes(rows_NT: IntArray, ids_n: IntArray) -> NDArray[np.intp]:
+    """How many leading ids of each row equal those of `ids_n`; n is at most T."""
+    different_Nn = rows_NT[:, : len(ids_n)] != ids_n
+    if not len(ids_n):
+        return np.zeros(len(rows_NT), np.intp)
+    return np.where(different_Nn.any(-1), different_Nn.argmax(-1), len(ids_n))
+
+
 def common_prefix(a: IntArray, b: IntArray) -> int:
     """How many leading ids are equal."""
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    return int(common_prefixes(a[None, :n], b[:n])[0])
 
 
 class Engine:
@@ -171,8 +176,6 @@ class Engine:
         self._version = version
         self._segments = settings.segments
         self._cache = self._new_cache()
-        small = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)) < SMALL_MODEL_BYTES
-        self._steps = settings.steps_per_call or (STEPS_OF_SMALL_MODEL if small else 1)
 
         self.slots = settings.slots
         """Rows of the cache."""
@@ -409,41 +412,62 @@ class Engine:
             if request.pinned is not None and request.pinned != self._version:
                 waiting.append(request)
                 continue
-            row = request.session.row or (None if full else self._take_row(request))
+            row = request.session.row
+            if row is not None:
+                # It goes on with the tokens it has, whichever version computed them; no other row has more of them.
+                row.cut(len(request.ids) - 1)
+                if request.pinned is not None:
+                    row.cut(row.valid(request.pinned))
+                self._active.append(request)
+                self._start(request, row)
+                continue
+            row = None if full else self._take_row(request)
             if row is None:
                 full = True
                 waiting.append(request)
                 continue
-            if request.pinned is not None:
-                row.cut(row.valid(request.pinned))
             row.session, request.session.row = request.session, row
             row.used_at = self._tick
             request.phase = _Phase.FOLLOWING
             self._active.append(request)
         self._queue = waiting
 
+    def _start(self, request: _Request, row: _Row) -> None:
+        """The row holds what can be reused: compute the rest."""
+        row.used_at = self._tick
+        self.prefill_reused += row.length
+        request.phase = _Phase.PREFILL if self._left(request) else _Phase.DECODE
+
     def _take_row(self, request: _Request) -> _Row | None:
         """A row for a request that has none: the one that fits it best, else a free one, else an idle episode's."""
-        free = [row for row in self._rows if row.session is None]
+        shared = self._shared(request.ids)
+        free = [i for i, row in enumerate(self._rows) if row.session is None]
         if free:
-            oldest = min(free, key=lambda row: row.used_at)
-            best = max(free, key=lambda row: self._shared(row, request.ids))
-            row = best if self._shared(best, request.ids) == len(request.ids) - 1 else oldest
+            best = max(free, key=lambda i: shared[i])
+            whole = shared[best] == len(request.ids) - 1
+            chosen = best if whole else min(free, key=lambda i: self._rows[i].used_at)
         else:
-            idle = [row for row in self._rows if row.idle]
+            idle = [i for i, row in enumerate(self._rows) if row.idle]
             if not idle:
                 return None
-            row = min(idle, key=lambda row: row.used_at)
+            chosen = min(idle, key=lambda i: self._rows[i].used_at)
+            session = self._rows[chosen].session
+            assert session is not None
+            session.row = None
             self.evictions += 1
-            assert row.session is not None
-            row.session.row = None
-        # What the row held stays valid for its leading positions, if the request begins the same.
-        row.cut(self._shared(row, request.ids))
+        row = self._rows[chosen]
+        # What it held stays good as far as the request begins the same.
+        row.cut(int(shared[chosen]))
         return row
 
-    def _shared(self, row: _Row, ids: IntArray) -> int:
-        """Leading ids that the row holds as the current version computes them; the last id is always computed anew."""
-        return common_prefix(row.ids[: row.valid(self._version)], ids[:-1])
+    def _shared(self, ids: IntArray) -> NDArray[np.intp]:
+        """How many leading ids each row holds as the current version computes them.
+
+        The last id never counts: it is always fed again, to draw from.
+        """
+        valid: NDArray[np.intp] = np.array([row.valid(self._version) for row in self._rows], np.intp)
+        shared: NDArray[np.intp] = np.minimum(common_prefixes(self._row_ids, ids[:-1]), valid)
+        return shared
 
     def _follow(self) -> None:
         """Start the requests whose prefix is there, with a copy of it; leave waiting those whose is being made."""
@@ -451,23 +475,18 @@ class Engine:
         for request in [r for r in self._active if r.phase is _Phase.FOLLOWING]:
             row = request.session.row
             assert row is not None
-            row.cut(len(request.ids) - 1)
-            best, held = row, row.length
-            # An episode that has tokens of an older version goes on with them; it takes over no other row's.
-            if row.valid(self._version) == row.length:
-                promised = self._promised(request.ids)
-                for other in self._rows:
-                    shared = self._shared(other, request.ids)
-                    if shared > held:
-                        best, held = other, shared
-                if self._chunks(len(request.ids) - 1 - promised) < self._chunks(len(request.ids) - 1 - held):
-                    continue
-            if best is not row:
+            row.cut(row.valid(self._version))
+            shared = self._shared(request.ids)
+            best, held = self._rows[int(shared.argmax())], int(shared.max())
+            last = len(request.ids) - 1
+            needed = self._chunks(last - held)
+            if needed and self._chunks(last - self._promised(request.ids)) < needed:
+                continue
+            if held > row.length:
                 row.assign(best, held)
                 best.used_at = self._tick
                 copies.append((best, row))
-            self.prefill_reused += held
-            request.phase = _Phase.PREFILL if held < len(request.ids) - 1 else _Phase.DECODE
+            self._start(request, row)
         self._copy(copies)
 
     def _promised(self, ids: IntArray) -> int:
@@ -687,7 +706,8 @@ class Engine:
         return self._settings.max_context
 
     def _new_rows(self) -> list[_Row]:
-        return [_Row(i, np.zeros(self._length, np.int32)) for i in range(self._settings.slots)]
+        self._row_ids = np.zeros((self._settings.slots, self._length), np.int32)
+        return [_Row(i, ids) for i, ids in enumerate(self._row_ids)]
 
     def _new_cache(self) -> kv.Cache:
         return kv.new_cache(self._config, self._segments, self._length)
@@ -707,7 +727,7 @@ class Engine:
         model = (self._params, self._adapter)
         self._decode_shapes = list(_running_sums(self._segments))
         self._decode_functions = {}
-        decode = functools.partial(kv.decode, self._config, lora_scale, self._steps)
+        decode = functools.partial(kv.decode, self._config, lora_scale, settings.steps_per_call)
         prefill = functools.partial(kv.prefill, self._config, lora_scale)
         for used, size in enumerate(self._decode_shapes, 1):
             each = (shaped(int32, size), shaped(int32, size), shaped(int32, size, 2), shaped(int32, size))

@@ -38,16 +38,16 @@ class SamplingSettings:
     """Requests whose short extensions (tool results) are computed in one call."""
     extend_chunk: int = 16
     """Tokens of each of them."""
-    steps_per_call: int = 0
-    """Tokens each request draws between two looks at joins, leaves and new adapters; 0 chooses by the model's size."""
+    steps_per_call: int = 1
+    """Tokens each request draws between two looks at joins, leaves and new adapters. More of them only pay where a call
+    costs more than its arithmetic; a request that ends within a call wastes the rest."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_tokens", "prefill_chunk", "extend_rows", "extend_chunk"):
+        for name in ("slots", "max_tokens", "prefill_chunk", "extend_rows", "extend_chunk", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sampling.{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("small_batch", "steps_per_call"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"sampling.{name} must be 0 or more, found {getattr(self, name)}")
+        if self.small_batch < 0:
+            raise ValueError(f"sampling.small_batch must be 0 (one shape) or more, found {self.small_batch}")
         if self.max_context < 2:
             raise ValueError(
                 f"sampling.max_context must be at least 2, found {self.max_context}; "
