@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.cli import TINY_DEMO
 from tests.end_to_end.stack import Stack, audit, gone, headrace, summary
 
 SHORT = (
@@ -69,6 +70,15 @@ def test_the_tiny_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     assert found["staleness"]["max"] <= 2
     assert json.loads(stack.output.splitlines()[-1])["run_id"] == found["run_id"]
     assert "held-out success" in stack.output
+
+    adapter = stack.attempt / "adapters" / str(found["version"])
+    with headrace(
+        tmp_path / "eval", "eval", str(TINY_DEMO), "--adapter", str(adapter), "--set", "evaluation.questions=256"
+    ) as stack:
+        measured = stack.finish(200)
+    assert measured["greedy_before"] >= 0.88
+    assert measured["success_before"] == pytest.approx(found["success_after"], abs=0.08)
+    assert measured["groups"]["issued"] == 0
 
 
 @pytest.mark.timeout(600)
