@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     mlp_dim=64,
-    max_context=192,
+    max_context=2048,
 )
 LORA = LoraSettings(rank=4, alpha=8.0)
 SETTINGS = SamplingSettings(
@@ -101,8 +101,8 @@ def replay(tokens, spans, adapters, config=CONFIG, params=None, scale=LORA.scale
 
 
 def make_small_engine():
-    """Two slots, one of them in the small decode shape."""
-    return make_engine(slots=2, small_batch=1)
+    """Two slots, one of them in the small decode shape; filling its context takes long enough to interfere with."""
+    return make_engine(slots=2, small_batch=1, max_context=1500)
 
 
 def make_engine(**changes):
@@ -354,7 +354,7 @@ def test_cancelling_frees_the_slot_and_the_session_can_be_sampled_again():
 
     async def cases():
         ids = prompt_of(8, 10)
-        long = SamplingParams(max_tokens=150)
+        long = SamplingParams(max_tokens=1490)
         tasks = [asyncio.create_task(engine.sample(name, ids, long)) for name in ("c", "d", "queued")]
         while not engine.tokens_sampled:
             await asyncio.sleep(0.001)
@@ -363,7 +363,7 @@ def test_cancelling_frees_the_slot_and_the_session_can_be_sampled_again():
         other = await engine.sample("e", prompt_of(9, 12), SamplingParams(max_tokens=2))
         assert len(other.token_ids_N) == 2
         assert all(task.cancelled() for task in tasks)
-        assert engine.tokens_sampled < 150
+        assert engine.tokens_sampled < 1490
         again = await engine.sample("c", ids, SamplingParams(max_tokens=5, seed=3))
         assert agreement(ids, again, replay([*ids, *again.token_ids_N], *only())) < 1e-4
         assert engine.running == engine.queued == 0
@@ -481,7 +481,8 @@ def test_a_running_session_goes_on_with_its_cache_after_a_swap(engine):
     assert agreement(more, second, expected) < 1e-4
 
 
-def test_a_pinned_request_waits_for_its_version_and_fails_if_that_is_replaced(engine):
+def test_a_pinned_request_waits_for_its_version_and_fails_if_that_is_replaced():
+    engine = make_small_engine()
     ids, pinned = prompt_of(14, 20), Version(7, 1)
 
     async def cases():
@@ -498,14 +499,17 @@ def test_a_pinned_request_waits_for_its_version_and_fails_if_that_is_replaced(en
         assert agreement(ids, completion, expected) < 1e-4
 
         start = engine.tokens_sampled
-        long = asyncio.create_task(engine.sample("pin2", ids, SamplingParams(max_tokens=139), version=pinned))
+        long = asyncio.create_task(engine.sample("pin2", ids, SamplingParams(max_tokens=1400), version=pinned))
         while engine.tokens_sampled == start:
             await asyncio.sleep(0.0005)
         engine.swap(make_adapter(8), Version(8, 1))
         with pytest.raises(PolicyError, match=r"pinned version 7\.1 was replaced by 8\.1"):
             await long
 
-    run(cases())
+    try:
+        run(cases())
+    finally:
+        engine.close()
 
 
 def test_a_pinned_request_drops_the_tokens_that_another_version_computed(engine):
@@ -588,7 +592,7 @@ def test_close_fails_what_waits_and_ends_the_thread():
     engine = make_small_engine()
 
     async def cases():
-        long = SamplingParams(max_tokens=149)
+        long = SamplingParams(max_tokens=1490)
         tasks = [asyncio.create_task(engine.sample(name, prompt_of(1, 10), long)) for name in ("x", "y", "queued")]
         while not engine.tokens_sampled:
             await asyncio.sleep(0.0005)
@@ -605,10 +609,12 @@ def test_close_fails_what_waits_and_ends_the_thread():
     assert engine.running == engine.queued == 0
 
 
-def test_closing_a_session_fails_its_running_request(engine):
+def test_closing_a_session_fails_its_running_request():
+    engine = make_small_engine()
+
     async def cases():
         start = engine.tokens_sampled
-        task = asyncio.create_task(engine.sample("gone", prompt_of(2, 10), SamplingParams(max_tokens=149)))
+        task = asyncio.create_task(engine.sample("gone", prompt_of(2, 10), SamplingParams(max_tokens=1400)))
         while engine.tokens_sampled == start:
             await asyncio.sleep(0.0005)
         with pytest.raises(PolicyError, match="sampled already"):
@@ -617,14 +623,17 @@ def test_closing_a_session_fails_its_running_request(engine):
         with pytest.raises(PolicyError, match="session gone was closed"):
             await task
 
-    run(cases())
+    try:
+        run(cases())
+    finally:
+        engine.close()
 
 
 def test_settings_refuse_what_cannot_work():
     with pytest.raises(ValueError, match=r"sampling\.slots must be at least 1, found 0"):
         SamplingSettings(slots=0)
-    with pytest.raises(ValueError, match=r"sampling\.max_context must be at most the model's 192, found 500"):
-        make_engine(max_context=500)
+    with pytest.raises(ValueError, match=r"sampling\.max_context must be at most the model's 2048, found 5000"):
+        make_engine(max_context=5000)
     assert SamplingSettings(slots=48, small_batch=16).segments == (16, 32)
     assert SamplingSettings(slots=8, small_batch=16).segments == (8,)
     assert SamplingSettings(slots=8, small_batch=0).segments == (8,)
