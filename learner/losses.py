@@ -8,19 +8,25 @@ With mu the behaviour policy (the sampler's), pi the learner's and pi_prox the l
 
     ratio_n  = pi / pi_prox
     weight_n = stop_gradient(min(pi_prox / mu, cap))
-    loss_n   = weight_n * (-min(ratio_n A_n, clip(ratio_n, 1 - clip_low, 1 + clip_high) A_n) + beta k3_n)
+    moved_n  = stop_gradient(pi / anchor), the anchor being mu or pi_prox
+    kept_n   = clip(ratio_n, 1 - clip_low, 1 + clip_high) without gradient where moved_n has left that band in the
+               direction of A_n, else ratio_n
+    loss_n   = weight_n * (-kept_n A_n + beta k3_n)
     k3_n     = pi_ref / pi - log(pi_ref / pi) - 1
 
-PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347) with DAPO's asymmetric clip (Yu et al. 2025,
-arXiv:2503.14476), decoupled from the behaviour policy (Hilton et al. 2021, arXiv:2110.00641) by truncated importance
-weights (Ionides 2008; IMPALA, Espeholt et al. 2018, arXiv:1802.01561). GRPO's KL penalty uses k3 (Shao et al. 2024,
-arXiv:2402.03300; Schulman 2020, "Approximating KL divergence").
+With the anchor pi_prox, -kept_n A_n is PPO's clipped surrogate -min(ratio A, clip(ratio) A) (Schulman et al. 2017,
+arXiv:1707.06347) and the whole is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641); its clip cannot act while there
+is one update per batch, when ratio is 1. With the anchor mu it clips what PPO clips when the sampler is its old policy.
+Bands need not be symmetric (DAPO, Yu et al. 2025, arXiv:2503.14476). The weights are truncated importance weights
+(Ionides 2008; IMPALA, Espeholt et al. 2018, arXiv:1802.01561). The penalty is GRPO's (Shao et al. 2024,
+arXiv:2402.03300) with k3 (Schulman 2020, "Approximating KL divergence").
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 import jax
@@ -30,14 +36,26 @@ MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to this magnitude before they are exponentiated: exp(20)^2 and its sums fit in float32."""
 
 
+class Anchor(StrEnum):
+    """The policy that the clip keeps the learner near."""
+
+    PROXIMAL = "proximal"
+    """The learner's own at the start of the update. With one update per batch it never clips."""
+    BEHAVIOUR = "behaviour"
+    """The sampler's: a token that has left the band since it was sampled gives no gradient that would take it further,
+    so that stale rows cannot push the policy away."""
+
+
 @dataclass(frozen=True)
 class LossSettings:
     """The `[loss]` section of the run file."""
 
+    clip_anchor: Anchor = Anchor.BEHAVIOUR
+    """What the clip measures the policy against: `behaviour` or `proximal`."""
     clip_low: float = 0.2
-    """pi / pi_prox is clipped at 1 - clip_low. Matters only with several updates per batch."""
+    """pi / anchor is clipped at 1 - clip_low."""
     clip_high: float = 0.28
-    """pi / pi_prox is clipped at 1 + clip_high."""
+    """pi / anchor is clipped at 1 + clip_high."""
     importance_weights: bool = True
     """Weigh each token by min(pi_prox / pi_behaviour, importance_cap). Off treats stale rows as fresh."""
     importance_cap: float = 2.0
@@ -133,11 +151,13 @@ def policy_loss(
     )
 
     ratio_N = jnp.exp(_clamp(logprobs_N - proximal_N))
-    bounded_N = jnp.clip(ratio_N, 1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    surrogate_N = jnp.minimum(ratio_N * advantages_N, bounded_N * advantages_N)
-    log_importance_N = _clamp(proximal_N - behaviour_N)
-    importance_N = jnp.exp(log_importance_N)
-    loss_N = -surrogate_N
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    anchor_N = behaviour_N if settings.clip_anchor is Anchor.BEHAVIOUR else proximal_N
+    moved_N = jnp.exp(_clamp(jax.lax.stop_gradient(logprobs_N) - anchor_N))
+    outside_N = ((advantages_N > 0) & (moved_N > high)) | ((advantages_N < 0) & (moved_N < low))
+    kept_N = jnp.where(outside_N, jax.lax.stop_gradient(jnp.clip(ratio_N, low, high)), ratio_N)
+    importance_N = jnp.exp(_clamp(proximal_N - behaviour_N))
+    loss_N = -kept_N * advantages_N
     reference_kl = jnp.zeros((), jnp.float32)
     if reference_N is not None:
         divergence_N = k3(_clamp(reference_N - logprobs_N))
@@ -152,7 +172,7 @@ def policy_loss(
         tokens=_sum(1.0, mask_N),
         invalid=_sum(1.0, mask_N & ~valid_N),
         loss=loss,
-        clipped=_sum(1.0, valid_N & (bounded_N * advantages_N < ratio_N * advantages_N)),
+        clipped=_sum(1.0, valid_N & outside_N),
         capped=_sum(1.0, valid_N & settings.importance_weights & (importance_N > settings.importance_cap)),
         abs_log_ratio=_sum(jnp.abs(log_ratio_N), valid_N),
         max_abs_log_ratio=jnp.max(jnp.where(valid_N, jnp.abs(log_ratio_N), 0.0), initial=0.0),

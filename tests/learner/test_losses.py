@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from learner.losses import MAX_LOG_RATIO, LossSettings, add_sums, no_sums, policy_loss
+from learner.losses import MAX_LOG_RATIO, Anchor, LossSettings, add_sums, no_sums, policy_loss
 
 COUNT = 257
 
@@ -33,8 +33,13 @@ def reference_loss(loss, logprobs_N, behaviour_N, advantages_N, mask_N, proximal
         ratio, importance = np.exp(logprobs_N[n] - prox), np.exp(prox - behaviour_N[n])
         weight = min(importance, loss.importance_cap) if loss.importance_weights else 1.0
         bounded = np.clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
-        clipped = bounded * advantages_N[n] < ratio * advantages_N[n]
-        term = -min(ratio * advantages_N[n], bounded * advantages_N[n])
+        if loss.clip_anchor is Anchor.PROXIMAL:  # PPO as its paper writes it
+            term = -min(ratio * advantages_N[n], bounded * advantages_N[n])
+            clipped = -term < ratio * advantages_N[n]
+        else:
+            moved = np.exp(logprobs_N[n] - behaviour_N[n])
+            clipped = moved > 1 + loss.clip_high if advantages_N[n] > 0 else moved < 1 - loss.clip_low
+            term = -(bounded if clipped else ratio) * advantages_N[n]
         slope = 0.0 if clipped else -ratio * advantages_N[n]
         if reference_N is not None:
             x = reference_N[n] - logprobs_N[n]
@@ -56,8 +61,9 @@ def reference_loss(loss, logprobs_N, behaviour_N, advantages_N, mask_N, proximal
     "loss",
     [
         LossSettings(),
+        LossSettings(clip_anchor=Anchor.PROXIMAL),
         LossSettings(importance_weights=False),
-        LossSettings(clip_low=0.1, clip_high=0.1, importance_cap=1.1),
+        LossSettings(clip_anchor=Anchor.PROXIMAL, clip_low=0.1, clip_high=0.1, importance_cap=1.1),
         LossSettings(kl_coefficient=0.1),
     ],
 )
@@ -80,8 +86,7 @@ def test_value_gradient_and_sums_equal_the_formula(loss, proximal):
     assert sums.invalid == 0
     for name, number in expected_sums.items():
         np.testing.assert_allclose(getattr(sums, name), number, rtol=1e-4, err_msg=name)
-    if proximal:
-        assert sums.clipped > 0
+    assert (sums.clipped > 0) == (proximal or loss.clip_anchor is Anchor.BEHAVIOUR)
 
 
 def test_one_update_on_fresh_rows_is_plain_policy_gradient():
@@ -138,10 +143,26 @@ def test_finite_for_any_log_probs(logprobs_N, behaviour_N, advantages_N, mask_N)
     assert not np.asarray(grad_N)[~mask_N | broken_N].any()
 
 
+@pytest.mark.parametrize(("anchor", "advantage"), [("behaviour", 1.0), ("behaviour", -1.0), ("proximal", 1.0)])
+def test_stale_rows_push_no_token_further_than_the_band(anchor, advantage):
+    """Anchored at the sampler, a token that already moved the way its advantage points is left alone; the way back is
+    open. Anchored at the update's start, one update per batch has no such bound."""
+    moved_N = jnp.log(jnp.array([0.5, 0.9, 1.0, 1.2, 2.0]))
+    advantages_N = jnp.full(5, advantage)
+    settings = LossSettings(clip_anchor=Anchor(anchor))
+    grad_N, sums = jax.grad(
+        lambda x: policy_loss(x, jnp.full(5, -3.0), advantages_N, jnp.ones(5, bool), settings), has_aux=True
+    )(moved_N - 3.0)
+    expected = {("behaviour", 1.0): [1, 1, 1, 1, 0], ("behaviour", -1.0): [0, 1, 1, 1, 1]}
+    np.testing.assert_array_equal(grad_N != 0, np.array(expected.get((anchor, advantage), [1] * 5), bool))
+    assert sums.clipped == (anchor == "behaviour")
+
+
 def test_a_stale_token_never_weighs_more_than_the_cap():
     logprobs_N, behaviour_N = jnp.array([0.0, -50.0]), jnp.array([-50.0, 0.0])
+    settings = LossSettings(importance_cap=2.0, clip_anchor=Anchor.PROXIMAL)
     grad_N, sums = jax.grad(
-        lambda x: policy_loss(x, behaviour_N, jnp.ones(2), jnp.ones(2, bool), LossSettings(importance_cap=2.0)),
+        lambda x: policy_loss(x, behaviour_N, jnp.ones(2), jnp.ones(2, bool), settings),
         has_aux=True,
     )(logprobs_N)
     np.testing.assert_allclose(grad_N, [-2.0, -np.exp(-MAX_LOG_RATIO)], rtol=1e-5)
