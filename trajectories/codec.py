@@ -33,6 +33,8 @@ MAX_MESSAGE_BYTES = 3_500_000
 """Of an encoded message: under gRPC's 4 MiB default, with room for the envelope."""
 MAX_DECODED_BYTES = 256_000_000
 """A bound on what a small malicious message may unfold to."""
+MAX_DEPTH = 64
+"""Of free JSON such as a task's payload: what is decoded is encoded again on its way, and that recurses."""
 
 Message = Task | Episode | Closing | Pack | Verdict | Heartbeat | DeadLetter
 MESSAGE_TYPES: dict[str, type[Any]] = {
@@ -94,7 +96,7 @@ def decode(data: bytes, expect: type[M], *, limit: int | None = MAX_MESSAGE_BYTE
     try:
         envelope = json.loads(metadata[METADATA_KEY])
         schema, name, body = int(envelope["schema"]), envelope["type"], envelope["body"]
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise Malformed(f"the message's metadata lack schema, type or body: {error!r}") from error
     if schema > SCHEMA_VERSION:
         raise FutureVersion(
@@ -156,7 +158,7 @@ def _metadata(content: bytes) -> dict[str, str]:
             raise TypeError(type(metadata).__name__)
     except CodecError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Malformed(f"the safetensors header cannot be read: {error!r}") from error
     return metadata
 
@@ -217,9 +219,9 @@ def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, dict):
             raise TypeError(f"expected an object, found {type(value).__name__}")
-        return {key: _unpack(item, typing.get_args(hint)[1], arrays) for key, item in value.items()}
+        return {_text(key): _unpack(item, typing.get_args(hint)[1], arrays) for key, item in value.items()}
     if hint is Any:
-        return value
+        return _free(value, MAX_DEPTH)
     if hint is Version:
         return Version.parse(value)
     if hint is bytes:
@@ -234,4 +236,21 @@ def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -
         return make(*(_unpack(item, field_hint, arrays) for item, (_, field_hint) in zip(value, fields, strict=True)))
     if not isinstance(value, _SCALARS[hint]) or (isinstance(value, bool) and hint is not bool):
         raise TypeError(f"expected {hint.__name__}, found {value!r:.80}")
-    return hint(value)
+    return _text(value) if hint is str else hint(value)
+
+
+def _text(value: str) -> str:
+    """The text, if it can be encoded again; JSON's escapes can spell halves of surrogate pairs, UTF-8 cannot."""
+    value.encode()
+    return value
+
+
+def _free(value: Any, depth: int) -> Any:
+    """Free JSON, if it can be encoded again: valid text, nested `depth` deep at the most."""
+    if depth < 0:
+        raise ValueError(f"its JSON is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, dict):
+        return {_text(key): _free(item, depth - 1) for key, item in value.items()}
+    return [_free(item, depth - 1) for item in value] if isinstance(value, list) else value

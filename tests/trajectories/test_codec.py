@@ -109,6 +109,26 @@ def test_wrong_types_inside_are_refused() -> None:
             decode(rewritten(task, body=json.loads(text)), Task)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema":Infinity,"type":"Task","body":[]}',
+        '{"schema":1,"type":"Task","body":["run",1,0,"train",1,{"q":"\\ud800"},null,null]}',
+        '{"schema":1,"type":"Task","body":["run",1,0,"train",1,{"\\ud800":1},null,null]}',
+        '{"schema":1,"type":"Task","body":["\\ud800",1,0,"train",1,{},null,null]}',
+        *(
+            '{"schema":1,"type":"Task","body":["run",1,0,"train",1,{"q":' + "[" * n + "]" * n + "},null,null]}"
+            for n in (100, 600, 100_000)
+        ),
+    ],
+    ids=lambda text: f"{text[:60]} {len(text)}",
+)
+def test_what_could_not_be_encoded_again_is_refused(text: str) -> None:
+    data = codec.MAGIC + zstandard.compress(save({}, {codec.METADATA_KEY: text}))
+    with pytest.raises(Malformed):
+        decode(data, Task)
+
+
 def test_a_pack_whose_rows_lack_an_episode_is_refused(one_closing: Closing) -> None:
     whole = pack([one_closing], 64)
     hollow = dataclasses.replace(whole, rows=())
