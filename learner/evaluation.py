@@ -80,6 +80,8 @@ class _Question:
     """Whether it has to be asked (again)."""
     success: bool | None = None
     given_up: bool = False
+    losses: int = 0
+    """Times it was asked again without a new attempt."""
 
     @property
     def open(self) -> bool:
@@ -156,11 +158,18 @@ class Evaluation:
             question.success = episode.success
         return True
 
-    def lost(self, keys: Iterable[str]) -> None:
-        """Ask again what a dead worker held."""
+    def lost(self, keys: Iterable[str], *, alone: bool = False) -> None:
+        """Ask again what a dead worker held; if it was `alone`, also the rest: it may have read any of it.
+
+        The rest is asked under its old name, which a worker that lives after all knows it has.
+        """
         gone = set(keys)
         for index, question in enumerate(self._questions):
             if group_key(Kind.EVAL, self._first_id + index, question.attempt) in gone:
+                question.again = True
+            elif alone and not question.again and question.losses < self._settings.attempts:
+                question.losses += 1
+                question.attempt -= 1
                 question.again = True
 
     def report(self, now: float) -> EvaluationReport:

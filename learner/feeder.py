@@ -47,8 +47,10 @@ def credits(settings: LearnerSettings, step: int, published_step: int, outstandi
 class Worker:
     """A worker process, as its heartbeats show it."""
 
+    since: float
+    """Arrival of its first heartbeat, by the learner's clock."""
     heard_at: float
-    """Arrival of its newest heartbeat, by the learner's clock."""
+    """Arrival of its newest."""
     newest: Heartbeat
     holding: frozenset[str] = frozenset()
 
@@ -67,7 +69,7 @@ class _Watch:
     seen_at: float | None = None
     """Newest such report."""
     suspect: bool = False
-    """It was out when the learner began or when the last worker died: it may be lost, and nobody will say so."""
+    """It was out when the learner began or when a worker died `alone`: it may be lost, and nobody will say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Lost:
 
     worker_id: str
     keys: tuple[str, ...]
+    alone: bool = True
+    """No worker of its time is left: what it had read and not started is gone, and nobody will say so."""
 
 
 @dataclass
@@ -84,7 +88,7 @@ class Roster:
 
     workers: dict[str, Worker] = field(default_factory=dict)
     alive_since: float | None = None
-    """Since when there has been at least one."""
+    """Since when there has been at least one; of the present generation, if one followed another."""
 
     def hear(self, heartbeat: Heartbeat, now: float) -> bool:
         """Note a heartbeat; False if a newer one of its worker came before it."""
@@ -93,17 +97,24 @@ class Roster:
             return False
         if self.alive_since is None:
             self.alive_since = now
-        self.workers[heartbeat.worker_id] = Worker(now, heartbeat, frozenset(heartbeat.holding))
+        since = now if known is None else known.since
+        self.workers[heartbeat.worker_id] = Worker(since, now, heartbeat, frozenset(heartbeat.holding))
         return True
 
     def bury(self, now: float) -> list[Lost]:
         """Forget the workers that are silent; returns them with the keys that nobody else holds."""
         silent = [name for name, worker in self.workers.items() if now - worker.heard_at > worker.patience_s]
         dead = {name: self.workers.pop(name) for name in silent}
-        if not self.workers:
-            self.alive_since = None
+        first = min((worker.since for worker in self.workers.values()), default=None)
         held = frozenset[str]().union(*(worker.holding for worker in self.workers.values()))
-        return [Lost(name, tuple(sorted(worker.holding - held))) for name, worker in dead.items()]
+        lost = [
+            Lost(name, tuple(sorted(worker.holding - held)), alone=first is None or first > worker.heard_at)
+            for name, worker in dead.items()
+        ]
+        # A process that is started again may speak before its predecessor counts as dead.
+        if any(one.alone for one in lost):
+            self.alive_since = first
+        return lost
 
     def excuse(self, seconds: float) -> None:
         """The learner itself was away for so long: nobody was silent meanwhile."""
@@ -163,7 +174,7 @@ class Feeder:
         Returns the workers that fell silent since the last call.
         """
         lost = self.roster.bury(now)
-        if lost and not self.roster.workers:
+        if any(one.alone for one in lost):
             for watch in self._watches.values():
                 watch.suspect = True
         orphaned = {training_key(key) for worker in lost for key in worker.keys}

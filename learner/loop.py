@@ -211,7 +211,7 @@ class Loop:
         for lost in gone:
             self._p.say(f"worker {lost.worker_id} fell silent with {len(lost.keys)} task(s) in hand")
             if self._evaluation is not None:
-                self._evaluation.lost(lost.keys)
+                self._evaluation.lost(lost.keys, alone=lost.alone)
 
     def _events(self) -> list[Any]:
         inbox, events = self._p.inbox, []

@@ -79,8 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = load_run(known.run)
     options = options_of(arguments)
     pipeline = beam.Pipeline(options=options)
-    build(pipeline, run.rollout_spec())
+    runtime = ProcessRuntime(run.rollout_spec())
+    build(pipeline, runtime.spec, runtime)
     if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
+        # Beam would make it at the first task. But a job that was killed with all tasks in hand and started again gets
+        # none before the learner has heard from it.
+        runtime.start()
         return _serve(pipeline)
     # A template's launcher must not wait: the job outlives it.
     result = pipeline.run()

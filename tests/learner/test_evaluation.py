@@ -88,3 +88,14 @@ def test_lost_and_overdue_questions_are_asked_again() -> None:
     assert {(task.group_id, task.attempt) for task in evaluation.tasks(12.0)} == {(1000, 1), (1001, 2)}
     assert evaluation.answer(answer(tasks[0]), 13.0)  # a late answer of an old attempt is an answer
     assert evaluation.answered == 1
+
+
+def test_when_all_workers_died_whatever_has_no_answer_is_asked_again() -> None:
+    evaluation, tasks = begun(3, greedy_questions=0)
+    evaluation.answer(answer(tasks[0]), 1.0)
+    evaluation.lost([tasks[1].key], alone=True)
+    assert [(task.group_id, task.attempt) for task in evaluation.tasks(2.0)] == [(1001, 1), (1002, 0)]
+    for _ in range(20):  # a question that kills its worker before it is seen there does so a bounded number of times
+        evaluation.lost([], alone=True)
+        list(evaluation.tasks(3.0))
+    assert list(evaluation.tasks(4.0)) == []

@@ -143,6 +143,29 @@ def test_what_was_out_when_all_workers_died_is_not_waited_for_long() -> None:
         assert rig.keys() == (["2.1", "3.1"] if at == 40 else []), at
 
 
+def test_a_job_that_comes_back_before_its_death_is_noticed_is_not_trusted_with_what_it_lost() -> None:
+    rig = Rig(replace(SETTINGS, unstarted_deadline_s=1000))
+    rig.feeder.issue(0, 0, 0.0)
+    rig.hear(1, worker="dies")  # it has read all of it and started nothing
+    rig.keys()
+    for at in range(10, 60, 5):
+        rig.hear(float(at), "1.0", worker="new")
+        rig.feeder.overdue(0, float(at), deadlines=True)
+        assert rig.keys() == (["0.1", "2.1", "3.1"] if at == 30 else []), at
+
+
+def test_a_worker_that_others_outlive_costs_only_what_it_held() -> None:
+    rig = Rig(replace(SETTINGS, unstarted_deadline_s=1000))
+    rig.feeder.issue(0, 0, 0.0)
+    rig.hear(1, "0.0", worker="dies")
+    rig.keys()
+    for at in range(1, 60, 5):
+        rig.hear(float(at), "1.0", worker="stays")
+        lost = rig.feeder.overdue(0, float(at), deadlines=True)
+        assert rig.keys() == (["0.1"] if lost else []), at
+        assert not any(one.alone for one in lost)
+
+
 def test_what_a_restored_ledger_has_out_is_not_waited_for_long() -> None:
     ledger = Ledger()
     for _ in range(2):
