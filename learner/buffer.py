@@ -16,7 +16,7 @@ from itertools import count
 
 from learner.settings import LearnerSettings, StalenessPolicy
 from trajectories.packing import pack
-from trajectories.schema import Closing, Pack, Row
+from trajectories.schema import PROMPT_SAMPLE, Closing, Pack, Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,6 +153,18 @@ def fault(pack: Pack, buckets: Collection[int], vocab_size: int) -> str | None:
             return f"the arrays of a row do not all have {pack.bucket} entries"
         if row.tokens_T.min() < 0 or row.tokens_T.max() >= vocab_size:
             return f"it has token ids outside the model's vocabulary of {vocab_size}"
+        ids = {0, *(segment.segment_id for segment in row.segments)}
+        if len(ids) != len(row.segments) + 1 or not ids.issuperset(segment.parent for segment in row.segments):
+            return "a row's segments do not have ids of their own, or name a parent that is not in their row"
+    laid = Counter((s.closing_id, s.sample) for row in pack.rows for s in row.segments if s.sample != PROMPT_SAMPLE)
+    if laid != Counter((c.closing_id, episode.sample) for c in pack.closings for episode in c.episodes) or any(
+        number > 1 for number in laid.values()
+    ):
+        return "its rows do not hold each episode of its closings once, and nothing else"
+    if {closing.run_id for closing in pack.closings} != {pack.run_id}:
+        return "its closings are not of its run"
+    if len({closing.closing_id for closing in pack.closings}) != len(pack.closings):
+        return "it has a closing twice"
     for closing in pack.closings:
         if len(closing.advantages) != len(closing.episodes) or not closing.episodes:
             return (

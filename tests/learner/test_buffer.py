@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.buffer import Buffer, choose, lay_out
+from learner.buffer import Buffer, choose, fault, lay_out
 from learner.settings import LearnerSettings, StalenessPolicy
 from trajectories.packing import bucket_of, pack, unpack
 from trajectories.schema import Closing, Episode, Pack, Version, VersionSpan
@@ -158,3 +158,20 @@ def test_a_closing_of_several_rows_stays_whole(members: int) -> None:
         buffer.add(one, source, 0)
     chosen = buffer.take([], 0).chosen
     assert content(lay_out(chosen)) == content(pack([big], bucket).rows)
+
+
+def test_a_pack_that_could_stop_a_step_or_train_what_is_not_counted_is_refused() -> None:
+    good = packed(closing(0), closing(1))
+    assert fault(good, BUCKETS, 100) is None
+    (row,) = good.rows
+    orphan = replace(row, segments=tuple(replace(s, parent=9) if s.parent else s for s in row.segments))
+    twins = replace(row, segments=tuple(replace(s, segment_id=1, parent=0) for s in row.segments))
+    for wrong in (
+        replace(good, rows=(orphan,)),
+        replace(good, rows=(twins,)),
+        replace(good, rows=(row, row)),
+        replace(good, closings=good.closings[:1]),
+        replace(good, closings=(good.closings[0], good.closings[0])),
+        replace(good, closings=(good.closings[0], replace(good.closings[1], run_id="another"))),
+    ):
+        assert fault(wrong, BUCKETS, 100) is not None
