@@ -122,10 +122,11 @@ class Tally:
     before: EvaluationReport | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Of this moment: what is counted later, while a checkpoint is being written, is not in it."""
         return {
             "train_s": self.train_s,
             "busy_s": self.busy_s,
-            "stalls": self.stalls,
+            "stalls": dict(self.stalls),
             "episodes": self.episodes,
             "used_tokens": self.used_tokens,
             "call_tokens": self.call_tokens,
@@ -133,8 +134,8 @@ class Tally:
             "ages": sorted(self.ages.items()),
             "arrived_by_time": sorted(self.arrived_by_time.items()),
             "trained_by_time": sorted(self.trained_by_time.items()),
-            "dead_letters": self.dead_letters,
-            "curve": self.curve,
+            "dead_letters": dict(self.dead_letters),
+            "curve": list(self.curve),
             "recent": list(self.recent),
             "before": self.before.to_json() if self.before else None,
         }

@@ -52,7 +52,11 @@ def test_totals_survive_a_checkpoint() -> None:
     tally.trained_by_time[time_bucket(3.0)] += 1
     tally.recent.append((0.5, True))
     tally.before = EvaluationReport("0.1", Rate(1, 4, 0), Rate(2, 4, 1), 12.0)
-    assert Tally.from_json(json.loads(json.dumps(tally.to_json()))) == tally
+    snapshot = tally.to_json()
+    assert Tally.from_json(json.loads(json.dumps(snapshot))) == tally
+    tally.curve.append({"step": 2.0})
+    tally.dead_letters["b"] += 1
+    assert (snapshot["curve"], snapshot["dead_letters"]) == ([{"step": 1.0}], {"a": 1})
 
 
 def test_adapter_lag_counts_each_worker_s_first_token_once_and_only_while_groups_were_out() -> None:
