@@ -136,8 +136,9 @@ def _run_locally(file: str, args: argparse.Namespace) -> int:
     if args.resume:
         out = args.out or Path("runs") / load_run(file, _overrides(args)).name
         attempt = newest_attempt(out)
-        run = load_run(str(attempt.run_file), _overrides(args))
-        attempt.run_file.write_text(run.to_json())
+        with attempt.locked():
+            run = load_run(str(attempt.run_file), _overrides(args))
+            attempt.run_file.write_text(run.to_json())
         print(f"going on with {attempt.folder}")
     else:
         out, attempt = _begin(load_run(file, _overrides(args)), args.out, file)

@@ -160,6 +160,9 @@ class LocalStack:
     def _start(self) -> None:
         self.pubsub.start()
         self._await_server()
+        if self._interrupted:
+            # There may be no server, and the client would look for it for a minute.
+            return
         create_topics(self._topics, f"127.0.0.1:{self._port}")
         self.rollouts.start()
         self.learner.start()

@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.attempts import AttemptError, new_attempt, new_run_id, newest_attempt
+from pipelines.cli import TINY_DEMO, main
+from pipelines.config import load_run
 
 
 def test_attempts_are_numbered_and_the_newest_is_linked(tmp_path: Path) -> None:
@@ -37,3 +39,13 @@ def test_one_attempt_is_never_run_twice_at_once(tmp_path: Path) -> None:
         pass
     with attempt.locked():
         pass
+
+
+def test_resume_leaves_the_run_file_of_an_attempt_that_runs_alone(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path)
+    attempt.run_file.write_text(load_run(str(TINY_DEMO)).to_json())
+    before = attempt.run_file.read_text()
+    resume = ["demo", "--tiny", "--resume", "--out", str(tmp_path), "--set", "learner.steps=3"]
+    with attempt.locked():
+        assert main(resume) == 2
+    assert attempt.run_file.read_text() == before
