@@ -104,6 +104,11 @@ class Run:
                 f"environment.episode_timeout_s ({self.environment.episode_timeout_s}) must not exceed "
                 f"learner.task_deadline_s ({self.learner.task_deadline_s}), else slow groups are issued twice"
             )
+        if self.learner.no_progress_s <= self.learner.task_deadline_s:
+            raise SettingsError(
+                f"learner.no_progress_s ({self.learner.no_progress_s}) must exceed learner.task_deadline_s "
+                f"({self.learner.task_deadline_s}), else one slow group ends the run"
+            )
         if self.storage.startswith("gs://") and not self.cloud.project and not self.run_id:
             raise SettingsError("storage is on gs://: set cloud.project as well")
 

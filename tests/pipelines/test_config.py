@@ -40,6 +40,7 @@ def write_run(folder: Path, text: str) -> str:
         ('name = "a"\n[sampling]\ntemperature = 0.0', "above 0"),
         ('name = "a"\n[loss]\nimportance_weights = false', "Turn the weights on or set max_staleness = 0"),
         ('name = "a"\n[environment]\nepisode_timeout_s = 5000.0', "issued twice"),
+        ('name = "a"\n[learner]\nno_progress_s = 60.0', "one slow group ends the run"),
         ('name = "a"\n[rollouts]\nmin_members = 9\n[learner]\ngroup_size = 8', "else every group fails"),
         ('name = "a"\nstorage = "gs://b/x"', "set cloud.project"),
         ('name = "a', "cannot be parsed"),
