@@ -196,7 +196,8 @@ def _train(
         subscriber.start()
         ending = loop.run()
     finally:
-        _write_summary(folder, loop.summary())
+        if loop.ending is not Ending.TAKEN_OVER:
+            _write_summary(folder, loop.summary())
         patience_s = spec.learner.stop_within_s / 4
         device.close(patience_s)
         writer.close(patience_s)

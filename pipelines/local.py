@@ -190,8 +190,6 @@ class LocalStack:
             return False
         self._say(f"{process.name} {how}: starting it again")
         process.start()
-        if process is self.pubsub:
-            self._await_server()
         self._note_processes()
         return True
 

@@ -46,6 +46,8 @@ class SimulatedPolicy:
         self._version, self._latency_s, self._clock = version, latency_s, clock
         self._lock = threading.Lock()
         self._closed = False
+        self._replaced: dict[Version, None] = {}
+        """Versions that were in use before, oldest first: nobody need wait for them."""
         self.max_context, self.slots = max_context, slots
         self.running = 0
         self.queued = 0
@@ -61,7 +63,12 @@ class SimulatedPolicy:
 
     def swap(self, adapter: Adapter | None, version: Version) -> None:
         """Draw as `version` from now on; the adapter is not looked at."""
-        self._version = version
+        if version != self._version:
+            self._replaced[self._version] = None
+            self._replaced.pop(version, None)
+            for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
+                del self._replaced[old]
+            self._version = version
 
     async def sample(
         self,
@@ -73,6 +80,8 @@ class SimulatedPolicy:
     ) -> Completion:
         """As `SamplingClient.sample`; the tokens are a pure function of the request's seed and the prompt's length."""
         while version is not None and version != self._version and not self._closed:
+            if version in self._replaced:
+                raise PolicyError(f"session {session_id}: pinned version {version} was replaced by {self._version}")
             await asyncio.sleep(PIN_POLL_S)
         with self._lock:
             self.running += 1

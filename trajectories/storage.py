@@ -164,6 +164,19 @@ class FolderStorage:
             yield
 
 
+@contextlib.contextmanager
+def _as_storage_error(what: str) -> Iterator[None]:
+    """What the Google clients raise, once their own retries are over, as StorageError: callers know no other."""
+    from google.api_core.exceptions import GoogleAPIError
+    from google.auth.exceptions import TransportError
+    from requests.exceptions import RequestException
+
+    try:
+        yield
+    except (GoogleAPIError, TransportError, RequestException) as error:
+        raise StorageError(f"{what}: {error}") from error
+
+
 class GoogleStorage:
     """A prefix of a bucket, through google-cloud-storage. Honours STORAGE_EMULATOR_HOST."""
 
@@ -186,41 +199,45 @@ class GoogleStorage:
         from google.api_core.exceptions import NotFound as Missing
 
         blob = self._bucket.blob(self._key(name))
-        try:
-            data: bytes = blob.download_as_bytes(timeout=self.TIMEOUT_S)
-        except Missing as error:
-            raise NotFound(f"{name} is not in {self.url}") from error
+        with _as_storage_error(f"reading {name} in {self.url}"):
+            try:
+                data: bytes = blob.download_as_bytes(timeout=self.TIMEOUT_S)
+            except Missing as error:
+                raise NotFound(f"{name} is not in {self.url}") from error
         return data, int(blob.generation)
 
     def write(self, name: str, data: bytes, *, if_generation: int | None = None) -> int:
         from google.api_core.exceptions import PreconditionFailed as Refused
 
         blob = self._bucket.blob(self._key(name))
-        try:
-            blob.upload_from_string(
-                data,
-                content_type="application/octet-stream",
-                if_generation_match=if_generation,
-                timeout=self.TIMEOUT_S,
-            )
-        except Refused as error:
-            raise PreconditionFailed(
-                f"{name} in {self.url} does not have generation {if_generation}: another process wrote it"
-            ) from error
+        with _as_storage_error(f"writing {name} in {self.url}"):
+            try:
+                blob.upload_from_string(
+                    data,
+                    content_type="application/octet-stream",
+                    if_generation_match=if_generation,
+                    timeout=self.TIMEOUT_S,
+                )
+            except Refused as error:
+                raise PreconditionFailed(
+                    f"{name} in {self.url} does not have generation {if_generation}: another process wrote it"
+                ) from error
         return int(blob.generation)
 
     def exists(self, name: str) -> bool:
-        return bool(self._bucket.blob(self._key(name)).exists(timeout=self.TIMEOUT_S))
+        with _as_storage_error(f"looking for {name} in {self.url}"):
+            return bool(self._bucket.blob(self._key(name)).exists(timeout=self.TIMEOUT_S))
 
     def list(self, prefix: str = "") -> list[str]:
         base = f"{self._prefix}/" if self._prefix else ""
-        blobs = self._client.list_blobs(self._bucket, prefix=base + prefix, timeout=self.TIMEOUT_S)
-        return sorted(blob.name.removeprefix(base) for blob in blobs)
+        with _as_storage_error(f"listing {self.url}"):
+            blobs = self._client.list_blobs(self._bucket, prefix=base + prefix, timeout=self.TIMEOUT_S)
+            return sorted(blob.name.removeprefix(base) for blob in blobs)
 
     def delete(self, name: str) -> None:
         from google.api_core.exceptions import NotFound as Missing
 
-        with contextlib.suppress(Missing):
+        with _as_storage_error(f"deleting {name} in {self.url}"), contextlib.suppress(Missing):
             self._bucket.blob(self._key(name)).delete(timeout=self.TIMEOUT_S)
 
     def join(self, prefix: str) -> Storage:

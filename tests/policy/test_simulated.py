@@ -37,6 +37,13 @@ def test_versions_are_stamped_and_pins_wait() -> None:
     assert policy.first_token_at == {wanted: 5.0}
 
 
+def test_a_pin_to_a_version_that_is_gone_fails_at_once() -> None:
+    policy = SimulatedPolicy(10, (3,), version=Version(1, 1))
+    policy.swap(None, Version(1, 2))
+    with pytest.raises(PolicyError, match="replaced by 1.2"):
+        asyncio.run(policy.sample("a", [1], PARAMS, version=Version(1, 1)))
+
+
 def test_a_full_context_and_a_closed_policy_say_so() -> None:
     policy = SimulatedPolicy(10, (3,), max_context=4)
     completion = asyncio.run(policy.sample("a", [1, 2], PARAMS))
