@@ -66,11 +66,18 @@ class _Request:
     future: asyncio.Future[Completion]
     loop: asyncio.AbstractEventLoop
     phase: _Phase = _Phase.QUEUED
-    abandoned: bool = False
-    """Set by any thread when nobody waits for the answer any more."""
+    given_up: bool = False
+    """Set by the caller's thread when its call was cancelled."""
+    taken: bool = False
+    """Set by the caller's thread when it has the completion."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+
+    @property
+    def abandoned(self) -> bool:
+        """Nobody waits for the answer any more. The future knows of it before its caller's code runs again."""
+        return self.given_up or self.future.cancelled()
 
     @property
     def length(self) -> int:
@@ -90,6 +97,9 @@ class _Session:
     """Everything said so far, the last completion included; the next request must begin with it."""
     row: _Row | None = None
     request: _Request | None = None
+    """The one under way."""
+    last: _Request | None = None
+    """The latest, under way or not."""
 
 
 @dataclass(eq=False)
@@ -179,10 +189,6 @@ class Engine:
 
         self.slots = settings.slots
         """Rows of the cache."""
-        self.running = 0
-        """Requests that have a row."""
-        self.queued = 0
-        """Requests that wait for a row or for their pinned version."""
         self.compiles = 0
         """Functions compiled so far; constant after construction."""
         self.failures = 0
@@ -228,6 +234,16 @@ class Engine:
         """The version that draws the next token."""
         return self._version
 
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._active)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a row or for their pinned version."""
+        return len(self._queue)
+
     async def sample(
         self,
         session_id: str,
@@ -240,7 +256,8 @@ class Engine:
 
         A prompt that fills the context gives an empty completion that finished by `CONTEXT`. PolicyError: the ids do
         not go on where the session stopped, the session is sampled already or was closed meanwhile, the pinned
-        version was replaced under way, the engine failed or was closed.
+        version was replaced under way, the engine failed or was closed. A turn whose call was cancelled or failed may
+        be sampled again.
         """
         ids = np.asarray(token_ids, np.int32)
         if ids.ndim != 1 or not len(ids):
@@ -251,12 +268,14 @@ class Engine:
         request = _Request(_Session(session_id, ids[:0]), ids, params, version, loop.create_future(), loop)
         self._leave(request)
         try:
-            return await request.future
-        finally:
-            if not request.future.done() or request.future.cancelled():
-                request.abandoned = True
-                with self._changed:
-                    self._changed.notify()
+            completion = await request.future
+        except asyncio.CancelledError:
+            request.given_up = True
+            with self._changed:
+                self._changed.notify()
+            raise
+        request.taken = True
+        return completion
 
     def close_session(self, session_id: str) -> None:
         """Forget the session; a request of it that is still running fails."""
@@ -324,9 +343,11 @@ class Engine:
             self._closing, self._stopped = True, reason
             left = [item for item in self._inbox if isinstance(item, _Request)]
             self._inbox.clear()
-        for request in [*self._active, *self._queue, *left]:
+        left += [*self._active, *self._queue]
+        self._active.clear()
+        self._queue.clear()
+        for request in left:
             self._fail(request, reason)
-        self.running = self.queued = 0
 
     def _receive(self) -> bool:
         """Take over the notes; sleep while there is nothing to do. False: the engine is to close."""
@@ -357,6 +378,12 @@ class Engine:
         name, ids = request.session.name, request.ids
         session = self._sessions.setdefault(name, request.session)
         request.session = session
+        last = session.last
+        if session.request is not None and session.request.abandoned:
+            self._finish(session.request, None)
+        if last is not None and not last.taken:
+            # Its caller never saw what it drew, so the turn may be sampled again.
+            session.ids = last.ids
         if session.request is not None:
             self._fail(request, PolicyError(f"session {name} is being sampled already"))
             return
@@ -376,7 +403,7 @@ class Engine:
             none = np.zeros(0, np.int32)
             self._resolve(request, Completion(none, none.astype(np.float32), (), FinishReason.CONTEXT))
             return
-        session.request = request
+        session.request = session.last = request
         self._queue.append(request)
 
     def _forget(self, name: str) -> None:
@@ -396,11 +423,9 @@ class Engine:
             self._finish(request, None)
         self._admit()
         self._follow()
-        self.running, self.queued = len(self._active), len(self._queue)
         self._prefill()
         self._compact()
         self._decode()
-        self.running, self.queued = len(self._active), len(self._queue)
 
     # Rows.
 
@@ -415,7 +440,7 @@ class Engine:
             row = request.session.row
             if row is not None:
                 # It goes on with the tokens it has, whichever version computed them; no other row has more of them.
-                row.cut(len(request.ids) - 1)
+                row.cut(common_prefix(row.ids[: row.length], request.ids[:-1]))
                 if request.pinned is not None:
                     row.cut(row.valid(request.pinned))
                 self._active.append(request)
@@ -688,7 +713,6 @@ class Engine:
             session.row = None
         self._cache = []
         self._rows, self._cache = self._new_rows(), self._new_cache()
-        self.running, self.queued = 0, len(self._queue)
 
     # Construction.
 

@@ -526,6 +526,84 @@ def test_a_pinned_request_drops_the_tokens_that_another_version_computed(engine)
     assert agreement(more, completion, expected) < 1e-4
 
 
+@pytest.mark.parametrize(("slots", "small_batch"), [(2, 1), (24, 8)])
+def test_churn_loses_nothing_and_leaves_nothing_behind(slots, small_batch):
+    """Random turns, cancellations, pins and swaps: who is not pinned gets an answer, and all rows become free."""
+    engine = make_engine(slots=slots, small_batch=small_batch)
+    random = np.random.default_rng(3)
+    answered, cancelled, busy = [], [], [True]
+
+    async def turn(name, ids, params):
+        pinned = engine.version if random.random() < 0.1 else None
+        task = asyncio.create_task(engine.sample(name, ids, params, version=pinned))
+        if random.random() < 0.2:
+            await asyncio.sleep(random.random() * 0.02)
+            task.cancel()
+        try:
+            return await asyncio.wait_for(task, 0.3 if pinned else 60)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+        except (TimeoutError, PolicyError):
+            if pinned is None:
+                raise
+        return None
+
+    async def episode(k):
+        name, ids = f"churn/{k}", prompt_of(k % 7, 10 + k % 40, shared_prefix=6)
+        for number in range(4):
+            if len(ids) > 120:
+                break
+            params = SamplingParams(max_tokens=1 + k % 20, seed=k * 10 + number, stop_token_ids=(1, 2, 3))
+            completion = await turn(name, ids, params)
+            if completion is not None:
+                answered.append(completion)
+                ids = np.concatenate([ids, completion.token_ids_N, prompt_of([k, number], k % 9)])
+        engine.close_session(name)
+
+    async def swap_on():
+        number = 1
+        while busy[0]:
+            await asyncio.sleep(0.03)
+            engine.swap(make_adapter(number % 4), Version(number, 1))
+            number += 1
+
+    async def everything():
+        swapper = asyncio.create_task(swap_on())
+        for wave in range(4):
+            await asyncio.gather(*(episode(k) for k in range(wave * 30, wave * 30 + 30)))
+        busy[0] = False
+        await swapper
+        await engine.sample("last", prompt_of(1), SamplingParams(max_tokens=1))
+        engine.close_session("last")
+
+    try:
+        run(everything())
+        assert len(answered) > 200
+        assert cancelled
+        assert all(np.isfinite(completion.logprobs_N).all() for completion in answered)
+        assert engine.failures == engine.running == engine.queued == 0
+    finally:
+        engine.close()
+
+
+def test_a_turn_whose_answer_nobody_took_may_be_sampled_again(engine):
+    async def cases():
+        ids = prompt_of(18, 10)
+        task = asyncio.create_task(engine.sample("again", ids, SamplingParams(max_tokens=3)))
+        sampled = engine.tokens_sampled
+        await asyncio.sleep(0)
+        # The engine finishes the turn, and this loop learns of it only when the task is cancelled already.
+        while engine.tokens_sampled < sampled + 3:
+            time.sleep(0.001)
+        task.cancel()
+        more = np.concatenate([ids, prompt_of(19, 5)])
+        completion = await engine.sample("again", more, SamplingParams(max_tokens=4, seed=1))
+        assert task.cancelled()
+        assert agreement(more, completion, replay([*more, *completion.token_ids_N], *only())) < 1e-4
+
+    run(cases())
+
+
 def test_nothing_compiles_after_construction():
     engine = make_engine()
     compiled = []
