@@ -208,6 +208,8 @@ class Engine:
         self._rows = self._new_rows()
         self._sessions: dict[str, _Session] = {}
         self._queue: collections.deque[_Request] = collections.deque()
+        self._replaced: dict[Version, None] = {}
+        """Versions that were in use before, oldest first: nobody need wait for them."""
         self._active: list[_Request] = []
         self._tick = 0
 
@@ -256,8 +258,8 @@ class Engine:
 
         A prompt that fills the context gives an empty completion that finished by `CONTEXT`. PolicyError: the ids do
         not go on where the session stopped, the session is sampled already or was closed meanwhile, the pinned
-        version was replaced under way, the engine failed or was closed. A turn whose call was cancelled or failed may
-        be sampled again.
+        version was replaced, under way or before, the engine failed or was closed. A turn whose call was cancelled or
+        failed may be sampled again.
         """
         ids = np.asarray(token_ids, np.int32)
         if ids.ndim != 1 or not len(ids):
@@ -359,7 +361,11 @@ class Engine:
             pending, self._pending = self._pending, None
             notes, self._inbox = self._inbox, []
         if pending is not None:
+            self._replaced[self._version] = None
             self._adapter, self._version = pending
+            self._replaced.pop(self._version, None)
+            for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
+                del self._replaced[old]
             for request in [r for r in self._active if r.pinned is not None and r.pinned != self._version]:
                 text = f"pinned version {request.pinned} was replaced by {self._version} during the turn"
                 self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
@@ -368,6 +374,9 @@ class Engine:
                 self._forget(note)
             else:
                 self._accept(note)
+        for request in [r for r in self._queue if r.pinned in self._replaced]:
+            text = f"pinned version {request.pinned} was replaced by {self._version}"
+            self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
         return True
 
     def _startable(self) -> bool:

@@ -481,7 +481,7 @@ def test_a_running_session_goes_on_with_its_cache_after_a_swap(engine):
     assert agreement(more, second, expected) < 1e-4
 
 
-def test_a_pinned_request_waits_for_its_version_and_fails_if_that_is_replaced():
+def test_a_pinned_request_waits_for_its_version_and_fails_if_that_is_or_was_replaced():
     engine = make_small_engine()
     ids, pinned = prompt_of(14, 20), Version(7, 1)
 
@@ -505,6 +505,8 @@ def test_a_pinned_request_waits_for_its_version_and_fails_if_that_is_replaced():
         engine.swap(make_adapter(8), Version(8, 1))
         with pytest.raises(PolicyError, match=r"pinned version 7\.1 was replaced by 8\.1"):
             await long
+        with pytest.raises(PolicyError, match=r"pinned version 7\.1 was replaced by 8\.1"):
+            await asyncio.wait_for(engine.sample("pin3", ids, SamplingParams(max_tokens=6), version=pinned), 60)
 
     try:
         run(cases())
