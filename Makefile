@@ -26,7 +26,7 @@ lock: setup  ## Renew requirements.lock from setup.py
 	$(BIN)/uv pip compile setup.py --extra dev --universal --python-version 3.11 --generate-hashes --upgrade \
 		--no-emit-index-url --custom-compile-command "make lock" --quiet --output-file requirements.lock
 
-demo: setup  ## Train SmolLM2-135M to use a calculator (about 15 minutes on two cores)
+demo: setup  ## Train SmolLM2-135M to use a calculator (about 17 minutes on two cores)
 	$(BIN)/headrace demo $(ARGS)
 
 demo-tiny: setup  ## The same with a 0.23 M-parameter model (about 5 minutes)
