@@ -29,7 +29,7 @@ lock: setup  ## Renew requirements.lock from setup.py
 demo: setup  ## Train SmolLM2-135M to use a calculator (about 17 minutes on two cores)
 	$(BIN)/headrace demo $(ARGS)
 
-demo-tiny: setup  ## The same with a 0.23 M-parameter model (about 5 minutes)
+demo-tiny: setup  ## The same with a 0.23 M-parameter model (about 3 minutes)
 	$(BIN)/headrace demo --tiny $(ARGS)
 
 lint: setup  ## Formatting, lint and types
