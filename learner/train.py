@@ -4,7 +4,7 @@
     -> train -> evaluation after -> summary.json
 
 Invariants: an incarnation writes nothing once a newer one has claimed the run; `summary.json` is written however the
-run ends; every wait of the way out is bounded.
+run ends otherwise; every wait of the way out is bounded.
 """
 
 from __future__ import annotations

@@ -231,19 +231,21 @@ def test_stop_rules(spec: LearnerSpec, tmp_path: Path, rule: str) -> None:
 
 
 def test_a_newer_incarnation_fences_the_older(spec: LearnerSpec, tmp_path: Path) -> None:
-    """Invariant 7, the second half."""
+    """Invariant 7, the second half: the older writes nothing more, summary.json included."""
     spec = replace(spec, learner=replace(spec.learner, steps=10_000))
     statuses: list[int] = []
+    said: list[str] = []
     with Actors(spec):
         older = threading.Thread(
-            target=lambda: statuses.append(train(spec, Tasks(), tmp_path / "older", say=lambda text: None))
+            target=lambda: statuses.append(train(spec, Tasks(), tmp_path / "older", say=said.append))
         )
         older.start()
         await_steps(tmp_path / "older", 1, older)
         assert claim_incarnation(open_storage(spec.storage_url)) == 2
         older.join(60)
     assert statuses == [4]
-    assert summary_of(tmp_path / "older")["outcome"] == "taken_over"
+    assert any(line.startswith("stopping: ") and "incarnation" in line for line in said), said
+    assert not (tmp_path / "older" / "summary.json").exists()
 
 
 def test_a_run_on_cloud_storage(spec: LearnerSpec, tmp_path: Path) -> None:
