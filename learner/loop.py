@@ -209,6 +209,7 @@ class Loop:
         else:
             gone = self._feeder.roster.bury(self._now)
         for lost in gone:
+            self._finished.pop(lost.worker_id, None)
             self._p.say(f"worker {lost.worker_id} fell silent with {len(lost.keys)} task(s) in hand")
             if self._evaluation is not None:
                 self._evaluation.lost(lost.keys, alone=lost.alone)
@@ -306,7 +307,8 @@ class Loop:
         self._p.device.interrupt()
         self._evaluation = None
         self._deadline = self._now + self._settings.stop_within_s
-        self._phase = Phase.DRAINING if self._phase in (Phase.PREPARING, Phase.TRAINING) else Phase.SAVING
+        before_books = (Phase.PREPARING, Phase.TRAINING, Phase.DRAINING)
+        self._phase = Phase.DRAINING if self._phase in before_books else Phase.SAVING
 
     def _close_books(self) -> None:
         """Training is over, for whatever reason: stop the clocks, and save or evaluate."""

@@ -200,7 +200,8 @@ class AdapterLag:
 
     def __init__(self) -> None:
         self._ended_at: dict[str, float] = {}
-        self._heard: set[tuple[str, str]] = set()
+        self._heard: dict[str, set[str]] = {}
+        """Version -> the workers that told of it."""
         self.samples: deque[float] = deque(maxlen=10_000)
 
     def stepped(self, version: Version, ended_at: float, groups_out: int) -> None:
@@ -208,12 +209,15 @@ class AdapterLag:
             self._ended_at[str(version)] = ended_at
             for old in list(self._ended_at)[:-100]:
                 del self._ended_at[old]
+                self._heard.pop(old, None)
 
     def heard(self, heartbeat: Heartbeat) -> None:
         for version, at in heartbeat.first_token_at.items():
-            told = heartbeat.worker_id, version
-            if version in self._ended_at and told not in self._heard:
-                self._heard.add(told)
+            if version not in self._ended_at:
+                continue
+            told = self._heard.setdefault(version, set())
+            if heartbeat.worker_id not in told:
+                told.add(heartbeat.worker_id)
                 self.samples.append(max(0.0, at - self._ended_at[version]))
 
 

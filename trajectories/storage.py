@@ -16,6 +16,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+_UMASK = _umask()
+"""Read once: asking for it sets it, which is no business of a thread."""
+
+
 class StorageError(OSError):
     """A storage operation failed."""
 
@@ -252,7 +262,10 @@ def _temporary(folder: Path) -> tuple[int, str]:
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            return tempfile.mkstemp(prefix=".writing-", dir=folder)
+            descriptor, path = tempfile.mkstemp(prefix=".writing-", dir=folder)
+            # mkstemp's files are their owner's alone; these are as readable as any file that the user writes.
+            os.fchmod(descriptor, 0o666 & ~_UMASK)
+            return descriptor, path
 
 
 def _google_client() -> Any:

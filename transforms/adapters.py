@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from policy.adapters import BadAdapter, LatestAdapter
@@ -55,6 +56,7 @@ class AdapterFollower:
             latest = self._latest()
             if latest is None or latest == self._seen:
                 return None
+            age_s, began = time.time() - latest.step_ended_at, time.monotonic()
             adapter = self._load(latest)
             self._swap(adapter, latest.version)
         except BadAdapter as error:
@@ -66,6 +68,9 @@ class AdapterFollower:
             return None
         self._seen, self._complained = latest, ""
         metrics.count("adapters/swapped")
+        log.info(
+            "adapter %s: seen %.2f s after its step, loaded in %.2f s", latest.version, age_s, time.monotonic() - began
+        )
         return latest.version
 
     def _complain(self, name: str, text: str) -> None:

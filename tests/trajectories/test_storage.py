@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trajectories.storage import NotFound, PreconditionFailed, open_storage
+from trajectories.storage import FolderStorage, NotFound, PreconditionFailed, open_storage
 
 
 def race(
@@ -46,6 +46,12 @@ def test_a_precondition_lets_one_of_many_processes_win(tmp_path: Path) -> None:
     winner = [number for number in found if number >= 0]
     assert len(winner) == 1
     assert open_storage(str(tmp_path)).read("lease.json") == str(winner[0]).encode()
+
+
+def test_files_are_as_readable_as_any_that_the_user_writes(tmp_path: Path) -> None:
+    FolderStorage(tmp_path).write("ours", b"x")
+    (tmp_path / "theirs").write_bytes(b"x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
 
 
 def test_generations_grow_even_within_one_tick_of_the_clock(tmp_path: Path) -> None:
