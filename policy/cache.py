@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from policy.lora import Adapter
-from policy.sampling import sample, uniforms
+from policy.sampling import Limits, sample, sample_kept, uniforms
 from policy.transformer import MASKED, ModelConfig, Params, embed, final_norm, make_block, unembed
 
 Array = Any
@@ -65,20 +65,24 @@ def decode(
     seeds_S2: Array,
     indices_S: Array,
     temperatures_S: Array,
-) -> tuple[Cache, Array, Array]:
+    limits: Limits | None = None,
+    *,
+    max_kept: int = 0,
+) -> tuple[Any, ...]:
     """Feed one token to every row of `cache` and draw the next, `steps` times.
 
     Row s puts token `tokens_S[s]` at position `positions_S[s]`; a position at or beyond the cache's length writes
     nothing (rows that do not decode). `indices_S` counts the tokens that the row's request has drawn. Returns the cache
-    and (token_ids, logprobs), each [steps, S].
+    and (token_ids, logprobs), each [steps, S]; with `limits` (policy.sampling.sample_kept) also the kept ids,
+    [steps, S, max_kept].
     """
     offsets = _offsets(cache)
     length = cache[0]["v"][0].shape[2]
     K, G, d = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
     column = jnp.arange(length)
 
-    def step(i: Array, carry: tuple[Cache, Array, Array, Array]) -> tuple[Cache, Array, Array, Array]:
-        cache, tokens_S, all_tokens, all_logprobs = carry
+    def step(i: Array, carry: tuple[Cache, Array, tuple[Array, ...]]) -> tuple[Cache, Array, tuple[Array, ...]]:
+        cache, tokens_S, draws = carry
         cache = [{name: list(layers) for name, layers in segment.items()} for segment in cache]
         positions = positions_S + i
 
@@ -103,16 +107,23 @@ def decode(
             share = None if adapter is None else adapter[index]
             x = block(x, positions[:, None], functools.partial(attend, index), share, lora_scale)
         logits = unembed(config, params, final_norm(config, params, x)[:, 0])
-        tokens_S, logprobs_S = sample(logits, temperatures_S, uniforms(seeds_S2, indices_S + i))
-        return cache, tokens_S, all_tokens.at[i].set(tokens_S), all_logprobs.at[i].set(logprobs_S)
+        noise = uniforms(seeds_S2, indices_S + i)
+        if limits is None:
+            drawn: tuple[Array, ...] = sample(logits, temperatures_S, noise)
+        else:
+            drawn = sample_kept(logits, temperatures_S, noise, limits, max_kept)
+        return cache, drawn[0], tuple(all_.at[i].set(one) for all_, one in zip(draws, drawn, strict=True))
 
     shape = (steps, len(tokens_S))
-    carry = (cache, tokens_S, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    draws: tuple[Array, ...] = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    if limits is not None:
+        draws = (*draws, jnp.zeros((*shape, max_kept), jnp.int32))
+    carry = (cache, tokens_S, draws)
     if steps == 1:
-        cache, _, tokens, logprobs = step(jnp.int32(0), carry)
+        cache, _, draws = step(jnp.int32(0), carry)
     else:
-        cache, _, tokens, logprobs = lax.fori_loop(0, steps, step, carry)
-    return cache, tokens, logprobs
+        cache, _, draws = lax.fori_loop(0, steps, step, carry)
+    return (cache, *draws)
 
 
 def prefill(

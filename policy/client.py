@@ -19,7 +19,7 @@ class PolicyError(RuntimeError):
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """A stop token was sampled; it is the completion's last token."""
+    """A stop token, or the token that completes a stop string, was sampled; it is the completion's last token."""
     LENGTH = "length"
     """`max_tokens` were sampled."""
     CONTEXT = "context"
@@ -28,18 +28,65 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
+    """How one turn is sampled. What is drawn from, for each token:
+
+        p = softmax(logits / temperature); tokens are ranked by p, equal ones by id, the smaller first
+        top-k keeps the first `top_k` tokens, then
+        top-p keeps those before which the kept tokens' renormalised mass is below `top_p`, then
+        min-p keeps those with p >= min_p * max p, and
+        of what is left, the backend's `max_kept` first ones; p is renormalised over them.
+
+    The order is that of Hugging Face's generation and of vLLM, except that equal tokens are told apart by their ids.
+    """
+
     temperature: float = 1.0
-    """0 is greedy; log-probs are then those at temperature 1."""
+    """0 is greedy: nothing truncates, and log-probs are those at temperature 1 over the whole vocabulary."""
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     """Of this request's own random stream."""
+    top_k: int = 0
+    """Most likely tokens to draw from; 0 is off."""
+    top_p: float = 1.0
+    """Probability mass to draw from (nucleus); 1 is off."""
+    min_p: float = 0.0
+    """Least probability, as a share of the most likely token's; 0 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the turn where the decoded completion first contains one of them."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 (greedy) or more, found {self.temperature}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, found {self.max_tokens}")
+        check_truncation(self.top_k, self.top_p, self.min_p)
+        check_stop(self.stop)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be left out of the distribution."""
+        return self.temperature > 0 and truncates(self.top_k, self.top_p, self.min_p)
+
+
+def truncates(top_k: int, top_p: float, min_p: float) -> bool:
+    """Whether these values leave any token out."""
+    return top_k > 0 or top_p < 1 or min_p > 0
+
+
+def check_truncation(top_k: int, top_p: float, min_p: float, section: str = "") -> None:
+    """Raises ValueError, with `section` before the field's name, for values that define no distribution."""
+    if top_k < 0:
+        raise ValueError(f"{section}top_k must be 0 (off) or more, found {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"{section}top_p must be above 0 and at most 1 (off), found {top_p}")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"{section}min_p must lie between 0 (off) and 1, found {min_p}")
+
+
+def check_stop(stop: tuple[str, ...], section: str = "") -> None:
+    """Raises ValueError for a stop string that every text contains."""
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"{section}stop must hold strings of at least one character, found {list(stop)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +95,12 @@ class Completion:
 
     token_ids_N: IntArray
     logprobs_N: FloatArray
+    """Of the distribution drawn from: renormalised over the kept ids where there are any."""
     version_spans: tuple[VersionSpan, ...]
     """`first_token` counts from the completion's first token; the first span begins at 0."""
     finish_reason: FinishReason
+    kept_ids: tuple[IntArray, ...] = ()
+    """Empty if the whole vocabulary was drawn from; else for each token the ids it was drawn from, ascending."""
 
 
 class SamplingClient(Protocol):

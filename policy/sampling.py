@@ -1,12 +1,13 @@
 """Draw one token per row from logits, each row from its own random stream.
 
-A row's token is a pure function of its logits, its temperature and (seed, index): it never depends on the other rows
-of the batch. The log-probability is that of the distribution drawn from.
+A row's token is a pure function of its logits, its temperature and limits, and (seed, index): it never depends on the
+other rows of the batch. The log-probability is that of the distribution drawn from. `policy.client.SamplingParams`
+defines that distribution.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,24 @@ Array = Any
 
 BLOCK = 256
 """Vocabulary entries summed as one in the first of the two levels."""
+FINE_BLOCK = 32
+"""Vocabulary entries that share one maximum in the search for the most likely tokens."""
 EMPTY = -1e30
 """Logit of the entries that pad the vocabulary to whole blocks: their probability is exactly 0."""
+
+NOT_KEPT = -1
+"""Fills up a row of kept ids."""
+
+
+class Limits(NamedTuple):
+    """What each row is limited to, as in `SamplingParams`; a row whose values are all off draws from everything."""
+
+    top_k_B: Array
+    """int32; 0 is off."""
+    top_p_B: Array
+    """float32; 1 is off."""
+    min_p_B: Array
+    """float32; 0 is off."""
 
 
 def seed_words(seed: int) -> IntArray:
@@ -45,26 +62,102 @@ def sample(logits_BV: Array, temperatures_B: Array, uniforms_B2: Array) -> tuple
     within the block. So the vocabulary is read twice and needs no noise of its own size. Temperature 0 takes the
     largest logit (the first of equal ones) and reports the log-probability at temperature 1.
     """
-    B, V = logits_BV.shape
-    greedy = temperatures_B <= 0
-    block = min(BLOCK, V)
-    scaled = (
-        logits_BV.astype(jnp.float32) * jnp.where(greedy, 1.0, 1.0 / jnp.where(greedy, 1.0, temperatures_B))[:, None]
+    tokens_B, logprobs_B, _ = _sample(_scaled(logits_BV, temperatures_B), temperatures_B <= 0, uniforms_B2)
+    return tokens_B, logprobs_B
+
+
+def sample_kept(
+    logits_BV: Array, temperatures_B: Array, uniforms_B2: Array, limits: Limits, max_kept: int
+) -> tuple[Array, Array, Array]:
+    """(token_ids_B, logprobs_B, kept_BK), each row drawn from what its limits keep, K = max_kept tokens at the most.
+
+    `kept_BK` holds the ids that a row was drawn from, ascending, NOT_KEPT behind them. A row that is greedy or has no
+    limits draws as in `sample` and keeps none. A token whose probability is 0 in float32 is never kept. The masses that
+    top-p compares are float32 sums over the tokens by rank.
+    """
+    V = logits_BV.shape[1]
+    scaled = _scaled(logits_BV, temperatures_B)
+    whole_tokens_B, whole_logprobs_B, whole_mass_B = _sample(scaled, temperatures_B <= 0, uniforms_B2)
+    K = min(max_kept, V)
+    values_BK, ids_BK = _most_likely(scaled, K)
+    # In units of the most likely token's probability.
+    weights_BK = jnp.exp(values_BK - values_BK[:, :1])
+    top_k_B, top_p_B, min_p_B = limits
+    k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, K), K)
+    weights_BK = jnp.where(jnp.arange(K) < k_B[:, None], weights_BK, 0.0)
+    cumulative_BK = jnp.cumsum(weights_BK, -1)
+    before_BK = jnp.pad(cumulative_BK[:, :-1], ((0, 0), (1, 0)))
+    mass_B = jnp.where(top_k_B > 0, cumulative_BK[:, -1], whole_mass_B)
+    # Off means off: rounding must not make a tail of top_p = 1.
+    nucleus_BK = (before_BK < (top_p_B * mass_B)[:, None]) | (top_p_B >= 1)[:, None]
+    kept_BK = nucleus_BK & (weights_BK >= min_p_B[:, None]) & (weights_BK > 0)
+    weights_BK = jnp.where(kept_BK, weights_BK, 0.0)
+
+    chosen_B1 = _draw(weights_BK, uniforms_B2[:, 0])[:, None]
+    tokens_B = jnp.take_along_axis(ids_BK, chosen_B1, 1)[:, 0]
+    logprobs_B = (jnp.take_along_axis(values_BK, chosen_B1, 1) - values_BK[:, :1])[:, 0]
+    logprobs_B = logprobs_B - jnp.log(weights_BK.sum(-1))
+
+    limited_B = (temperatures_B > 0) & ((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0))
+    last = jnp.iinfo(jnp.int32).max
+    ascending_BK = jnp.sort(jnp.where(kept_BK & limited_B[:, None], ids_BK, last), -1)
+    ascending_BK = jnp.where(ascending_BK == last, NOT_KEPT, ascending_BK)
+    return (
+        jnp.where(limited_B, tokens_B, whole_tokens_B).astype(jnp.int32),
+        jnp.where(limited_B, logprobs_B, whole_logprobs_B),
+        jnp.pad(ascending_BK, ((0, 0), (0, max_kept - K)), constant_values=NOT_KEPT),
     )
-    scaled = jnp.pad(scaled, ((0, 0), (0, -V % block)), constant_values=EMPTY)
-    blocks_BNb = scaled.reshape(B, -1, block)
+
+
+def _scaled(logits_BV: Array, temperatures_B: Array) -> Array:
+    """Float32 logits / temperature (greedy: / 1), padded with EMPTY to whole blocks."""
+    V = logits_BV.shape[1]
+    greedy = temperatures_B <= 0
+    factor_B = jnp.where(greedy, 1.0, 1.0 / jnp.where(greedy, 1.0, temperatures_B))
+    scaled = logits_BV.astype(jnp.float32) * factor_B[:, None]
+    return jnp.pad(scaled, ((0, 0), (0, -V % min(BLOCK, V))), constant_values=EMPTY)
+
+
+def _sample(scaled_BV: Array, greedy_B: Array, uniforms_B2: Array) -> tuple[Array, Array, Array]:
+    """(token_ids_B, logprobs_B, mass_B): mass is that of the vocabulary in units of its most likely token."""
+    B, V = scaled_BV.shape
+    block = min(BLOCK, V)
+    blocks_BNb = scaled_BV.reshape(B, -1, block)
     peaks_BN = blocks_BNb.max(-1)
     peak_B = peaks_BN.max(-1)
     masses_BN = jnp.exp(blocks_BNb - peak_B[:, None, None]).sum(-1)
+    mass_B = masses_BN.sum(-1)
 
-    chosen_B = jnp.where(greedy, peaks_BN.argmax(-1), _draw(masses_BN, uniforms_B2[:, 0]))
+    chosen_B = jnp.where(greedy_B, peaks_BN.argmax(-1), _draw(masses_BN, uniforms_B2[:, 0]))
     within_Bb = jnp.take_along_axis(blocks_BNb, chosen_B[:, None, None], 1)[:, 0]
     # The block's own peak as reference: a block of tiny mass must not vanish in the exponent.
     weights_Bb = jnp.exp(within_Bb - within_Bb.max(-1, keepdims=True))
-    offset_B = jnp.where(greedy, within_Bb.argmax(-1), _draw(weights_Bb, uniforms_B2[:, 1]))
+    offset_B = jnp.where(greedy_B, within_Bb.argmax(-1), _draw(weights_Bb, uniforms_B2[:, 1]))
     chosen_logit_B = jnp.take_along_axis(within_Bb, offset_B[:, None], 1)[:, 0]
-    logprob_B = chosen_logit_B - peak_B - jnp.log(masses_BN.sum(-1))
-    return (chosen_B * block + offset_B).astype(jnp.int32), logprob_B
+    logprob_B = chosen_logit_B - peak_B - jnp.log(mass_B)
+    return (chosen_B * block + offset_B).astype(jnp.int32), logprob_B, mass_B
+
+
+def _most_likely(scaled_BV: Array, count: int) -> tuple[Array, Array]:
+    """(values_BK, ids_BK) of the `count` largest values by rank: equal ones by id.
+
+    They lie in the `count` blocks of the largest maxima (of equal ones the first), for each block that comes before
+    another holds a token that comes before all of the other's. So one pass over the vocabulary finds the blocks'
+    maxima, and only so many blocks are ranked token by token. On a CPU, 48 rows of 49,152 (151,936; 262,144) entries
+    take 2.4 (3.8; 7.5) ms instead of 6.3 (18; 39).
+    """
+    B, V = scaled_BV.shape
+    if V % FINE_BLOCK or count * FINE_BLOCK >= V:
+        values_BK, ids_BK = jax.lax.top_k(scaled_BV, count)
+        return values_BK, ids_BK
+    blocks_BNb = scaled_BV.reshape(B, -1, FINE_BLOCK)
+    _, chosen_BK = jax.lax.top_k(blocks_BNb.max(-1), count)
+    # In the vocabulary's order again, so that equal values stay in the order of their ids.
+    chosen_BK = jnp.sort(chosen_BK, -1)
+    candidates_BKb = jnp.take_along_axis(blocks_BNb, chosen_BK[:, :, None], 1)
+    values_BK, places_BK = jax.lax.top_k(candidates_BKb.reshape(B, -1), count)
+    blocks_BK = jnp.take_along_axis(chosen_BK, places_BK // FINE_BLOCK, 1)
+    return values_BK, blocks_BK * FINE_BLOCK + places_BK % FINE_BLOCK
 
 
 def _draw(weights_BN: Array, uniforms_B: Array) -> Array:

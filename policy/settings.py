@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from policy.client import check_stop, check_truncation, truncates
+
 
 class Backend(StrEnum):
     """Who answers `SamplingClient.sample`."""
@@ -28,6 +30,17 @@ class SamplingSettings:
     """While no more requests than this are decoding, a smaller compiled shape decodes them; 0 for one shape only."""
     temperature: float = 1.0
     """Of training episodes; 0 is greedy."""
+    top_k: int = 0
+    """Draw from so many of the most likely tokens; 0 is off. Applied before `top_p`, and that before `min_p`."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that hold this share of the probability; 1 is off."""
+    min_p: float = 0.0
+    """Draw from tokens that are at least this share as likely as the most likely one; 0 is off."""
+    max_kept: int = 64
+    """Most tokens that a truncated draw (`top_k`, `top_p`, `min_p`) chooses from. Their ids travel with each token, so
+    that the learner renormalises over the same ones. 0 stores no ids and refuses truncation."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, beside the model's own end of turn."""
     max_tokens: int = 64
     """Most tokens sampled in one turn."""
     max_context: int = 512
@@ -55,6 +68,25 @@ class SamplingSettings:
             )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"sampling.temperature must be 0 (greedy) or more, found {self.temperature}")
+        check_truncation(self.top_k, self.top_p, self.min_p, "sampling.")
+        check_stop(self.stop, "sampling.")
+        if self.max_kept < 0:
+            raise ValueError(f"sampling.max_kept must be 0 (no ids are stored) or more, found {self.max_kept}")
+        if self.truncates and not self.max_kept:
+            raise ValueError(
+                "sampling.max_kept must be above 0 with top_k, top_p or min_p, found 0: without the kept ids the "
+                "learner could not renormalise over the tokens that a draw chose from"
+            )
+        if self.top_k > self.max_kept > 0:
+            raise ValueError(
+                f"sampling.max_kept must be at least sampling.top_k ({self.top_k}), found {self.max_kept}: raise the "
+                "one or lower the other"
+            )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether training episodes draw from less than the whole vocabulary."""
+        return truncates(self.top_k, self.top_p, self.min_p)
 
     @property
     def segments(self) -> tuple[int, ...]:
