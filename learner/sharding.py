@@ -7,13 +7,15 @@ mesh axes do not divide is replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from policy.weights import Weights
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -39,6 +41,13 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "final_norm": ("norm",),
         "input_norm": ("norm",),
         "post_norm": ("norm",),
+        "q_norm": ("norm",),
+        "k_norm": ("norm",),
+        "attention_output_norm": ("norm",),
+        "mlp_output_norm": ("norm",),
+        "q_bias": ("heads",),
+        "k_bias": ("kv_heads",),
+        "v_bias": ("kv_heads",),
         "q_proj": ("embed", "heads"),
         "k_proj": ("embed", "kv_heads"),
         "v_proj": ("embed", "kv_heads"),
@@ -102,6 +111,16 @@ class Sharding:
     def _mesh_axes(self, axis: str, size: int) -> tuple[str, ...] | None:
         mesh_axes = tuple(name for name in RULES[axis] if self.mesh.shape[name] > 1)
         return mesh_axes if mesh_axes and size % math.prod(self.mesh.shape[name] for name in mesh_axes) == 0 else None
+
+    def load_params(self, weights: Weights) -> dict[str, Any]:
+        """The base, with stacked layers, read from disk straight into the slices that each device holds."""
+
+        def place(name: str, shape: tuple[int, ...], read: Callable[[Any], Any]) -> Any:
+            axes = PARAMETER_AXES[name]
+            axes = axes if len(shape) == len(axes) else ("layers", *axes)
+            return jax.make_array_from_callback(shape, NamedSharding(self.mesh, self.spec(axes, shape)), read)
+
+        return weights.stacked(place)
 
     def put_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The base, with stacked layers, on the mesh."""

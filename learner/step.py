@@ -28,6 +28,7 @@ from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_los
 from learner.sharding import Sharding, ShardingSettings, abstract
 from policy.lora import Adapter, LoraSettings, init_adapter
 from policy.transformer import ModelConfig, Params, hidden_states, stack_layers, token_logprobs, visible
+from policy.weights import Weights
 from trajectories.schema import Row
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -182,7 +183,7 @@ class Trainer:
     def __init__(
         self,
         config: ModelConfig,
-        params: Params,
+        params: Params | Weights,
         lora: LoraSettings,
         optimizer: OptimizerSettings,
         loss: LossSettings,
@@ -194,10 +195,10 @@ class Trainer:
         remat: bool = False,
         sharding: ShardingSettings | None = None,
     ) -> None:
-        """`params` of either layout; training scans over stacked layers. `temperature` is the behaviour policy's.
+        """`params` of either layout, or still on disk; training scans over stacked layers.
 
-        `seed` makes the first adapter. `remat` computes attention again in the backward pass, for less memory.
-        `sharding` None is one device.
+        `temperature` is the behaviour policy's. `seed` makes the first adapter. `remat` computes attention again in the
+        backward pass, for less memory. `sharding` None is one device.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")
@@ -214,7 +215,11 @@ class Trainer:
         self._temperature, self._remat = temperature, remat
         self._buckets, self._rows_per_call = tuple(buckets), rows_per_call
         self._transformation = optimizer.transformation()
-        self._params = self._sharding.put_params(stack_layers(params))
+        self._params = (
+            self._sharding.load_params(params)
+            if isinstance(params, Weights)
+            else self._sharding.put_params(stack_layers(params))
+        )
         adapter = self._sharding.put_adapter(init_adapter(config, lora, seed))
         self._state = TrainState(adapter, self._place_optimizer(self._transformation.init(adapter)), self._put_step(0))
         self._compiled: dict[int, Callable[..., Any]] = {}

@@ -88,7 +88,7 @@ def make_trainer(spec: LearnerSpec, model: LoadedModel) -> Trainer:
     """The trainer of a run, at step 0 with a fresh adapter, nothing compiled."""
     return Trainer(
         model.config,
-        model.params,
+        model.weights,
         spec.lora,
         spec.optimizer,
         spec.loss,
@@ -211,9 +211,9 @@ def _train(
 
 def _foreign_adapter(url: str, config: ModelConfig, lora: LoraSettings) -> Adapter:
     adapter, found = load_peft(open_storage(url), config)
-    if (found.rank, found.alpha, sorted(found.targets)) != (lora.rank, lora.alpha, sorted(lora.targets)):
+    if (found.rank, found.alpha, found.projections) != (lora.rank, lora.alpha, lora.projections):
         raise ValueError(
-            f"the adapter in {url} has rank {found.rank}, alpha {found.alpha} on {', '.join(found.targets)}: set "
+            f"the adapter in {url} has rank {found.rank}, alpha {found.alpha} on {', '.join(found.projections)}: set "
             "lora.rank, lora.alpha and lora.targets of the run to the same"
         )
     return adapter

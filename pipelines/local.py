@@ -10,9 +10,7 @@ ends, however it ends, so do they.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import json
 import os
 import signal
@@ -40,8 +38,6 @@ EXIT_TAKEN_OVER = 4
 EXIT_INTERRUPTED = 130
 FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS, EXIT_TAKEN_OVER, EXIT_INTERRUPTED)
 """Exit statuses of the learner that starting it again would not change."""
-LEARNER_NICENESS = 5
-"""A step that runs slower beside the sampler costs less than one that waits for its rows."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -54,8 +50,6 @@ class Process:
     environment: Mapping[str, str]
     log: Path
     shows_output: bool = False
-    niceness: int = 0
-    """How far it yields to the others where they share cores."""
     running: subprocess.Popen[bytes] | None = None
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_PER_MINUTE))
 
@@ -69,7 +63,7 @@ class Process:
                 stdout=None if self.shows_output else log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=functools.partial(_begin, self.niceness),
+                preexec_fn=_die_with_parent,
             )
 
     @property
@@ -131,8 +125,8 @@ class LocalStack:
         run_file = str(attempt.run_file)
         python = sys.executable
 
-        def process(name: str, command: Sequence[str], environment: Mapping[str, str]) -> Process:
-            return Process(name, command, environment, attempt.logs / f"{name}.log")
+        def process(name: str, command: Sequence[str], environment: Mapping[str, str], shows: bool = False) -> Process:
+            return Process(name, command, environment, attempt.logs / f"{name}.log", shows)
 
         self.pubsub = process(
             "pubsub",
@@ -148,8 +142,8 @@ class LocalStack:
             "learner",
             [python, "-m", "pipelines.cli", "learner", run_file, *learner_arguments],
             client,
+            True,
         )
-        self.learner.shows_output, self.learner.niceness = True, LEARNER_NICENESS
         self.processes = (self.pubsub, self.rollouts, self.learner)
 
     def run(self) -> int:
@@ -236,14 +230,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _begin(niceness: int) -> None:
-    """In the child, before it runs: end when the parent does, even if that is killed, and yield to others.
-
-    Linux has the first, and may schedule each session as a group of its own, which must be told to yield as well.
-    """
+def _die_with_parent() -> None:
+    """In the child: end when the parent does, even if that is killed (Linux; elsewhere there is no such call)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
-    if niceness:
-        os.nice(niceness)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(niceness))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policy.families import family_of
+from policy.families import peft_module
 from policy.lora import Adapter, LoraSettings, adapter_shapes
 from policy.transformer import ModelConfig
 from trajectories.schema import Version
@@ -128,10 +128,13 @@ class AdapterStore:
         before with other contents; Fenced if a newer incarnation has claimed the lease or owns latest.json.
         """
         self._refuse_if_fenced(version)
-        weights = encode_adapter(adapter, self._config, self._lora)
-        files = {_WEIGHTS: weights, _CONFIG: _dumps(peft_config(self._lora, self._base_model))}
-        self._write_folder(version, files)
-        latest = LatestAdapter(version, _sha256(weights), self._clock(), step_ended_at)
+        files = {
+            _WEIGHTS: encode_adapter(adapter, self._config, self._lora),
+            _CONFIG: _dumps(peft_config(self._lora, self._base_model)),
+        }
+        digests = {name: _sha256(data) for name, data in files.items()}
+        self._write_folder(version, files, digests)
+        latest = LatestAdapter(version, digests[_WEIGHTS], self._clock(), step_ended_at)
         self._write_latest(latest)
         return latest
 
@@ -196,11 +199,11 @@ class AdapterStore:
         if owner > version.incarnation:
             raise Fenced(f"incarnation {owner} has claimed {self._storage.url}; {version} is not published")
 
-    def _write_folder(self, version: Version, files: Mapping[str, bytes]) -> None:
+    def _write_folder(self, version: Version, files: Mapping[str, bytes], digests: Mapping[str, str]) -> None:
         manifest = {
             "format": FORMAT,
             "version": str(version),
-            "files": {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in files.items()},
+            "files": {name: {"bytes": len(data), "sha256": digests[name]} for name, data in files.items()},
         }
         try:
             found = self._manifest(version)
@@ -209,7 +212,7 @@ class AdapterStore:
                 self._folder.write(f"{version}/{name}", data)
             self._folder.write(f"{version}/{_MANIFEST}", _dumps(manifest))
             return
-        if found != {name: (len(data), _sha256(data)) for name, data in files.items()}:
+        if found != {name: (len(data), digests[name]) for name, data in files.items()}:
             raise BadAdapter(f"adapter {version} was published before with other contents, and versions never change")
 
     def _write_latest(self, latest: LatestAdapter) -> None:
@@ -355,7 +358,7 @@ def peft_config(lora: LoraSettings, base_model: str) -> dict[str, Any]:
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "target_modules": list(lora.targets),
+        "target_modules": list(lora.projections),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -386,30 +389,31 @@ def read_peft_config(data: bytes, *, where: str) -> LoraSettings:
         raise BadAdapter(f"{where}: only plain LoRA is supported, found {', '.join(unsupported)}")
     try:
         targets = fields["target_modules"]
+        if isinstance(targets, str):
+            targets = [targets]
         if not isinstance(targets, list):
-            raise ValueError(f"target_modules must be a list of names, found {targets!r}")
+            raise ValueError(f"target_modules must be a list of names or a regular expression, found {targets!r}")
         return LoraSettings(rank=int(fields["r"]), alpha=float(fields["lora_alpha"]), targets=tuple(targets))
     except (KeyError, TypeError, ValueError) as error:
-        raise BadAdapter(f"{where}: {_CONFIG} is not readable: {error!r}") from error
+        raise BadAdapter(f"{where}: {_CONFIG} must hold r, lora_alpha and target_modules: {error}") from error
 
 
 def _tensor_names(config: ModelConfig, lora: LoraSettings) -> list[tuple[str, str, int, str]]:
     """(target, part, layer, PEFT's tensor name)."""
-    modules = family_of(config.family).peft_module
     return [
-        (target, part, i, f"base_model.model.{modules[target].format(i=i)}.lora_{part.upper()}.weight")
-        for target in lora.targets
+        (target, part, i, f"base_model.model.{peft_module(target, i)}.lora_{part.upper()}.weight")
+        for target in lora.projections
         for i in range(config.num_layers)
         for part in ("a", "b")
     ]
 
 
 def _shape_of(lora: LoraSettings) -> tuple[int, float, frozenset[str]]:
-    return lora.rank, lora.alpha, frozenset(lora.targets)
+    return lora.rank, lora.alpha, frozenset(lora.projections)
 
 
 def _describe(lora: LoraSettings) -> str:
-    return f"rank {lora.rank}, alpha {lora.alpha} on {', '.join(sorted(lora.targets))}"
+    return f"rank {lora.rank}, alpha {lora.alpha} on {', '.join(lora.projections)}"
 
 
 def _by_age(versions: Any) -> list[Version]:

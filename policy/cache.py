@@ -15,13 +15,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from policy.lora import Adapter
 from policy.sampling import Limits, sample, sample_kept, uniforms
-from policy.transformer import MASKED, ModelConfig, Params, embed, final_norm, make_block, unembed
+from policy.transformer import (
+    ModelConfig,
+    Params,
+    attention_weights,
+    embed,
+    final_norm,
+    make_block,
+    unembed,
+)
 
 Array = Any
 """A JAX array; `Any` because JAX is not part of the type check."""
@@ -51,6 +58,15 @@ def _offsets(cache: Cache) -> list[tuple[int, int]]:
         offsets.append((offset, size))
         offset += size
     return offsets
+
+
+def _seen(config: ModelConfig, layer: int, column_T: Array, positions_X1: Array) -> Array:
+    """Which columns a query at each position sees, [..., T]."""
+    seen = column_T <= positions_X1
+    if config.is_local(layer):
+        assert config.sliding_window is not None
+        seen &= column_T > positions_X1 - config.sliding_window
+    return seen
 
 
 def decode(
@@ -96,16 +112,17 @@ def decode(
                 segment["k"][layer], segment["v"][layer] = keys, values
                 q = q_S1Hd[part, 0].reshape(size, K, G, d)
                 scores = jnp.einsum("nkgd,nkdt->nkgt", q, keys) * d**-0.5
-                scores = jnp.where((column <= at[:, None])[:, None, None], scores, MASKED)
-                weights = jax.nn.softmax(scores, -1)
+                seen = _seen(config, layer, column, at[:, None])
+                weights = attention_weights(scores, seen[:, None, None], config.attention_softcap)
                 outputs.append(jnp.einsum("nkgt,nktd->nkgd", weights, values))
             return jnp.concatenate(outputs).reshape(q_S1Hd.shape)
 
-        x = embed(params, tokens_S[:, None])
+        x = embed(config, params, tokens_S[:, None])
         for index, layer in enumerate(params["layers"]):
             block = make_block(config, layer)
             share = None if adapter is None else adapter[index]
-            x = block(x, positions[:, None], functools.partial(attend, index), share, lora_scale)
+            attends = functools.partial(attend, index)
+            x = block(x, positions[:, None], attends, share, lora_scale, local=config.is_local(index))
         logits = unembed(config, params, final_norm(config, params, x)[:, 0])
         noise = uniforms(seeds_S2, indices_S + i)
         if limits is None:
@@ -150,7 +167,7 @@ def prefill(
     chunk = jnp.arange(C)
     positions_RC = starts_R[:, None] + chunk
     written_RC = jnp.where(chunk < counts_R[:, None], positions_RC, length)
-    visible_RCT = jnp.arange(length) <= positions_RC[..., None]
+    column = jnp.arange(length)
 
     def attend(layer: int, q_RCHd: Array, k_RCKd: Array, v_RCKd: Array) -> Array:
         keys = values = None
@@ -166,14 +183,16 @@ def prefill(
             values = v if values is None else jnp.where(mine, v, values)
         q = q_RCHd.reshape(R, C, K, G, d)
         scores = jnp.einsum("rckgd,rkdt->rkgct", q, keys) * d**-0.5
-        weights = jax.nn.softmax(jnp.where(visible_RCT[:, None, None], scores, MASKED), -1)
+        seen_RCT = _seen(config, layer, column, positions_RC[..., None])
+        weights = attention_weights(scores, seen_RCT[:, None, None], config.attention_softcap)
         return jnp.einsum("rkgct,rktd->rckgd", weights, values).reshape(q_RCHd.shape)
 
-    x = embed(params, tokens_RC)
+    x = embed(config, params, tokens_RC)
     for index, layer in enumerate(params["layers"]):
         block = make_block(config, layer)
         share = None if adapter is None else adapter[index]
-        x = block(x, positions_RC, functools.partial(attend, index), share, lora_scale)
+        attends = functools.partial(attend, index)
+        x = block(x, positions_RC, attends, share, lora_scale, local=config.is_local(index))
     return cache
 
 

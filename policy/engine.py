@@ -1,8 +1,8 @@
 """The sampling engine: continuous batching of many episodes over one model, in this process, on its own thread.
 
 The decode thread repeats one tick: take what others asked for (requests, cancellations, a new adapter), give rows of
-the cache to requests, compute at most one chunk of waiting prompt tokens, draw the next token of every request that is
-ready. So requests join and leave, and adapters change, between two calls of a compiled function; none of them waits for
+the cache to requests, compute at most one chunk of waiting prompt tokens (and take a new adapter again), draw the next
+token of every request that is ready. So requests join and leave, and adapters change, between two calls of a compiled function; none of them waits for
 another, and none of them compiles anything.
 
 Rows of the cache:
@@ -40,6 +40,7 @@ from policy.lora import Adapter, layer_adapter
 from policy.sampling import seed_words
 from policy.settings import SamplingSettings
 from policy.transformer import ModelConfig, Params, unstack_layers
+from policy.weights import Weights
 from trajectories.schema import IntArray, Version, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        params: Params,
+        params: Params | Weights,
         adapter: Adapter | None,
         version: Version,
         settings: SamplingSettings,
@@ -181,7 +182,11 @@ class Engine:
                 f"sampling.max_context must be at most the model's {config.max_context}, found {settings.max_context}"
             )
         self._config, self._settings, self._clock = config, settings, clock
-        self._params = jax.tree.map(jnp.asarray, unstack_layers(params))
+        self._params = (
+            params.unrolled(jax.device_put)
+            if isinstance(params, Weights)
+            else jax.tree.map(jnp.asarray, unstack_layers(params))
+        )
         self._adapter = self._by_layer(adapter)
         self._version = version
         self._segments = settings.segments
@@ -358,26 +363,37 @@ class Engine:
                 self._changed.wait()
             if self._closing:
                 return False
-            pending, self._pending = self._pending, None
             notes, self._inbox = self._inbox, []
-        if pending is not None:
-            self._replaced[self._version] = None
-            self._adapter, self._version = pending
-            self._replaced.pop(self._version, None)
-            for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
-                del self._replaced[old]
-            for request in [r for r in self._active if r.pinned is not None and r.pinned != self._version]:
-                text = f"pinned version {request.pinned} was replaced by {self._version} during the turn"
-                self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
+        self._take_adapter()
         for note in notes:
             if isinstance(note, str):
                 self._forget(note)
             else:
                 self._accept(note)
+        self._refuse_replaced()
+        return True
+
+    def _take_adapter(self) -> None:
+        """Put a new adapter to use, if one was left."""
+        with self._changed:
+            pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        self._replaced[self._version] = None
+        self._adapter, self._version = pending
+        self._replaced.pop(self._version, None)
+        for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
+            del self._replaced[old]
+        for request in [r for r in self._active if r.pinned is not None and r.pinned != self._version]:
+            text = f"pinned version {request.pinned} was replaced by {self._version} during the turn"
+            self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
+        self._refuse_replaced()
+
+    def _refuse_replaced(self) -> None:
+        """Nobody need wait for a version that was in use before."""
         for request in [r for r in self._queue if r.pinned in self._replaced]:
             text = f"pinned version {request.pinned} was replaced by {self._version}"
             self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
-        return True
 
     def _startable(self) -> bool:
         """Whether the queue holds more than requests that wait for another version."""
@@ -432,7 +448,10 @@ class Engine:
             self._finish(request, None)
         self._admit()
         self._follow()
-        self._prefill()
+        # The first tokens of a new version come before the prompts that wait.
+        if self._version in self.first_token_at or not any(r.phase is _Phase.DECODE for r in self._active):
+            self._prefill()
+            self._take_adapter()
         self._compact()
         self._decode()
 

@@ -8,15 +8,22 @@ into W. With b = 0 the policy is the base exactly.
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.families import PROJECTIONS
+from policy.families import PROJECTIONS, peft_module
 
 if TYPE_CHECKING:
     from policy.transformer import ModelConfig
+
+ALL_LINEAR = "all-linear"
+"""PEFT's name for all projections."""
+_PROBES = (*range(21), 37, 58, 79, 101, 125)
+"""Layers at which a regular expression is tried."""
 
 Adapter = dict[str, dict[str, Any]]
 """{target: {"a": [L, in, r], "b": [L, r, out]}}, arrays of numpy or JAX."""
@@ -31,22 +38,61 @@ class LoraSettings:
     alpha: float = 32.0
     """The update is scaled by alpha / rank."""
     targets: tuple[str, ...] = PROJECTIONS
-    """The projections that get an adapter."""
+    """The projections that get an adapter: names (`q_proj`), regular expressions that match a name or a whole module
+    path (`.*self_attn.*`), or `all-linear`. A projection is adapted in every layer or in none."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"lora.rank must be at least 1, found {self.rank}")
         if not (self.alpha > 0 and np.isfinite(self.alpha)):
             raise ValueError(f"lora.alpha must be a number above 0, found {self.alpha}; 2 × rank is a usual choice")
-        unknown = [name for name in self.targets if name not in PROJECTIONS]
-        if unknown or not self.targets or len(set(self.targets)) != len(self.targets):
+        if not self.targets or len(set(self.targets)) != len(self.targets):
             raise ValueError(
                 f"lora.targets must name one or more of {', '.join(PROJECTIONS)}, each once, found {list(self.targets)}"
             )
+        for target in self.targets:
+            if not _matched(target):
+                raise ValueError(
+                    f"lora.targets must match one or more of {', '.join(PROJECTIONS)}, found {target!r}, which matches "
+                    "none"
+                )
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """What `targets` stand for, in the order of `PROJECTIONS`."""
+        matched = {name for target in self.targets for name in _matched(target)}
+        return tuple(name for name in PROJECTIONS if name in matched)
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+@functools.lru_cache(maxsize=64)
+def _matched(target: str) -> tuple[str, ...]:
+    """The projections that one target matches, in every layer. Raises ValueError if it tells layers apart."""
+    if target == ALL_LINEAR:
+        return PROJECTIONS
+    if target in PROJECTIONS:
+        return (target,)
+    try:
+        pattern = re.compile(target)
+    except re.error as error:
+        raise ValueError(f"lora.targets must hold regular expressions, found {target!r}: {error}") from error
+    found = []
+    for name in PROJECTIONS:
+        paths = [peft_module(name, layer) for layer in _PROBES]
+        # PEFT takes the end of a module's path in a list, and a match of the whole path in a text.
+        short = pattern.fullmatch(name) or paths[0].endswith(f".{target}")
+        matches = [bool(short or pattern.fullmatch(path)) for path in paths]
+        if any(matches) and not all(matches):
+            raise ValueError(
+                f"lora.targets must adapt a projection in every layer or in none, found {target!r}, which matches "
+                f"{name} in some layers"
+            )
+        if all(matches):
+            found.append(name)
+    return tuple(found)
 
 
 def adapter_shapes(config: ModelConfig, settings: LoraSettings) -> dict[str, dict[str, tuple[int, int, int]]]:
@@ -57,7 +103,7 @@ def adapter_shapes(config: ModelConfig, settings: LoraSettings) -> dict[str, dic
             "a": (config.num_layers, shapes[name][0], settings.rank),
             "b": (config.num_layers, settings.rank, shapes[name][1]),
         }
-        for name in settings.targets
+        for name in settings.projections
     }
 
 

@@ -1,5 +1,7 @@
 """The decoder-only transformer that sampler and learner share: one block, two layouts of the same weights.
 
+Every family of `policy.families` is this one decoder with other values in its `ModelConfig`.
+
 Parameters are plain pytrees; the computation of a layer is `Block`, whose attention is injected, so that the engine
 (KV cache) and the learner (rows of packed segments) compute everything else with the same lines:
 
@@ -28,8 +30,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from numpy.typing import NDArray
 
-from policy.families import family_of
+from policy.families import family_of, llama3_frequency
 from policy.lora import Adapter, layer_adapter, project
 
 Array = Any
@@ -38,8 +41,8 @@ Layer = Mapping[str, Array]
 Params = dict[str, Any]
 Attend = Callable[[Array, Array, Array], Array]
 """(q_BTHd, k_BTKd, v_BTKd) -> o_BTHd; queries and keys are rotated already."""
-Kernel = Callable[[Array, Array, Array, Array], Array]
-"""(q_BTHd, k_BTKd, v_BTKd, visible_BTT) -> o_BTHd."""
+Kernel = Callable[..., Array]
+"""(q_BTHd, k_BTKd, v_BTKd, visible_BTT, softcap) -> o_BTHd."""
 
 _PROJECTION = "projection"
 """Marks the outputs of the projections for `Remat.ATTENTION`."""
@@ -51,9 +54,56 @@ LOGPROB_CHUNK = 128
 """Positions whose logits exist at a time in `token_logprobs`."""
 
 
+class Activation(StrEnum):
+    """Of the MLP's gate."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    """Its tanh approximation."""
+
+    def __call__(self, x: Array) -> Array:
+        return jax.nn.silu(x) if self is Activation.SILU else jax.nn.gelu(x, approximate=True)
+
+
+class RopeKind(StrEnum):
+    LINEAR = "linear"
+    """Positions are divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+    LLAMA3 = "llama3"
+    """See `policy.families.llama3_frequency`."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies were stretched for contexts beyond the one of pre-training."""
+
+    kind: RopeKind
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    """Tokens. This and the two before it belong to `llama3` alone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", RopeKind(self.kind))
+        if not self.factor >= 1:
+            raise ValueError(f"rope_scaling.factor must be at least 1, found {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "rope_scaling.low_freq_factor must be above 0 and below high_freq_factor, found "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+    def apply(self, frequency: float) -> float:
+        if self.kind is RopeKind.LINEAR:
+            return frequency / self.factor
+        return llama3_frequency(
+            frequency, self.factor, self.low_freq_factor, self.high_freq_factor, self.original_context
+        )
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a model that is not a weight."""
+    """Everything about a model that is not a weight. The defaults are Llama's."""
 
     vocab_size: int
     num_layers: int
@@ -69,9 +119,35 @@ class ModelConfig:
     max_context: int = 2048
     """Tokens the model was trained to see at once."""
     family: str = "llama"
+    """Entry of `policy.families.FAMILIES`: how other formats name its tensors."""
+    activation: Activation = Activation.SILU
+    attention_bias: bool = False
+    """q, k and v have biases."""
+    qk_norm: bool = False
+    """Queries and keys are normed per head before they are rotated."""
+    output_norms: bool = False
+    """The outputs of attention and MLP are normed too, before they join the residual."""
+    scale_embedding: bool = False
+    """Embeddings are multiplied by sqrt(embed_dim)."""
+    query_scale: float | None = None
+    """Factor of the attention scores; head_dim ** -0.5 by default."""
+    attention_softcap: float | None = None
+    """Scores s become cap * tanh(s / cap) before the mask (Gemma 2)."""
+    final_softcap: float | None = None
+    """The same for the logits."""
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    """In local layers a token at position p sees positions above p - sliding_window alone."""
+    local_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    """Rotary base of the local layers, which then have no scaling (Gemma 3); that of all layers by default."""
 
     def __post_init__(self) -> None:
         family_of(self.family)
+        object.__setattr__(self, "activation", Activation(self.activation))
+        object.__setattr__(self, "local_layers", tuple(self.local_layers))
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         sizes = (
             "vocab_size",
             "num_layers",
@@ -91,11 +167,22 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, found {self.head_dim}")
+        if self.local_layers and not (self.sliding_window and self.sliding_window > 0):
+            raise ValueError(f"local_layers need a sliding_window of at least 1, found {self.sliding_window}")
+        strange = [i for i in self.local_layers if not 0 <= i < self.num_layers]
+        if strange or list(self.local_layers) != sorted(set(self.local_layers)):
+            raise ValueError(
+                f"local_layers must be ascending and below num_layers = {self.num_layers}, found {self.local_layers}"
+            )
+
+    def is_local(self, layer: int) -> bool:
+        """Whether the layer sees through the sliding window."""
+        return layer in self.local_layers
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of one layer's parameters."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
+        shapes: dict[str, tuple[int, ...]] = {
             "input_norm": (self.embed_dim,),
             "q_proj": (self.embed_dim, query),
             "k_proj": (self.embed_dim, key),
@@ -106,6 +193,13 @@ class ModelConfig:
             "up_proj": (self.embed_dim, self.mlp_dim),
             "down_proj": (self.mlp_dim, self.embed_dim),
         }
+        if self.attention_bias:
+            shapes |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
+        if self.qk_norm:
+            shapes |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        if self.output_norms:
+            shapes |= {"attention_output_norm": (self.embed_dim,), "mlp_output_norm": (self.embed_dim,)}
+        return shapes
 
     def model_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the parameters outside the layers."""
@@ -135,32 +229,55 @@ class ModelConfig:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x / sqrt(mean(x²) + eps) * weight, the statistics in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """x / sqrt(mean(x²) + eps) * weight, computed in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
     wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
+    normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
+    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotate(x_BTHd: Array, positions_BT: Array, theta: float) -> Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), halves paired as in Hugging Face's Llama: i with i + d/2."""
+@functools.lru_cache(maxsize=16)
+def rotary_frequencies(config: ModelConfig, local: bool = False) -> NDArray[np.float32]:
+    """Radians per position of each pair of dimensions, [d / 2]; `local` for layers with a sliding window."""
+    half, apart = config.head_dim // 2, local and config.local_rope_theta is not None
+    theta = config.local_rope_theta if local and config.local_rope_theta is not None else config.rope_theta
+    plain = [theta ** (-i / half) for i in range(half)]
+    if config.rope_scaling is not None and not apart:
+        plain = [config.rope_scaling.apply(frequency) for frequency in plain]
+    return np.array(plain, np.float32)
+
+
+def rotate(x_BTHd: Array, positions_BT: Array, frequencies: Array) -> Array:
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), halves paired as in Hugging Face's Llama: i with i + d/2.
+
+    `frequencies` is [d / 2], see `rotary_frequencies`.
+    """
     half = x_BTHd.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = (positions_BT[..., None].astype(jnp.float32) * frequency)[:, :, None]
+    angle = (positions_BT[..., None].astype(jnp.float32) * frequencies)[:, :, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     left, right = x_BTHd[..., :half].astype(jnp.float32), x_BTHd[..., half:].astype(jnp.float32)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x_BTHd.dtype)
 
 
-def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, visible_BTS: Array) -> Array:
+def attention_weights(scores: Array, visible: Array, softcap: float | None) -> Array:
+    """Float32 softmax over the last axis of the visible scores, capped first where the model caps them."""
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    return jax.nn.softmax(jnp.where(visible, scores, MASKED), -1)
+
+
+def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, visible_BTS: Array, softcap: float | None = None) -> Array:
     """Grouped-query attention -> o_BTHd; scores and softmax in float32. Query head h reads key head h // (H / K)."""
     B, T, H, d = q_BTHd.shape
     K = k_BSKd.shape[2]
     q = q_BTHd.reshape(B, T, K, H // K, d)
     scores = jnp.einsum("btkgd,bskd->bkgts", q, k_BSKd, preferred_element_type=jnp.float32) * d**-0.5
-    weights = jax.nn.softmax(jnp.where(visible_BTS[:, None, None], scores, MASKED), -1).astype(v_BSKd.dtype)
+    weights = attention_weights(scores, visible_BTS[:, None, None], softcap).astype(v_BSKd.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", weights, v_BSKd).reshape(B, T, H, d)
 
 
-def blocked_attention(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, visible_BTT: Array) -> Array:
+def blocked_attention(
+    q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, visible_BTT: Array, softcap: float | None = None
+) -> Array:
     """`attention` for a lower-triangular mask, as plain matrix products: 2 to 4 times as fast on a CPU.
 
     A query block multiplies only the keys up to its own end, one key head at a time, because XLA's CPU backend runs
@@ -179,8 +296,8 @@ def blocked_attention(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, visible_BTT: 
                 stop = min(start + QUERY_BLOCK, T)
                 rows = q[start:stop].swapaxes(0, 1).reshape(-1, d)
                 scores = jnp.dot(rows, k[:stop].T, preferred_element_type=jnp.float32) * d**-0.5
-                scores = jnp.where(visible_TT[start:stop, :stop], scores.reshape(G, -1, stop), MASKED)
-                weights = jax.nn.softmax(scores, -1).reshape(-1, stop).astype(v.dtype)
+                weights = attention_weights(scores.reshape(G, -1, stop), visible_TT[start:stop, :stop], softcap)
+                weights = weights.reshape(-1, stop).astype(v.dtype)
                 blocks.append((weights @ v[:stop]).reshape(G, -1, d))
             heads.append(jnp.concatenate(blocks, 1))
         return jnp.concatenate(heads).swapaxes(0, 1)
@@ -200,6 +317,11 @@ def visible(segment_ids_BT: Array, parent_ids_BT: Array) -> Array:
     index = jnp.arange(T)
     causal = index[:, None] >= index[None, :]
     return (causal & (key != 0) & ((key == own) | (key == parent))) | jnp.eye(T, dtype=bool)
+
+
+def windowed(visible_BTT: Array, positions_BT: Array, window: int) -> Array:
+    """`visible` of a local layer: of what token i sees, what lies less than `window` positions before it."""
+    return visible_BTT & (positions_BT[:, :, None] - positions_BT[:, None, :] < window)
 
 
 class Remat(StrEnum):
@@ -228,24 +350,44 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         attend: Attend,
         adapter_layer: Adapter | None = None,
         lora_scale: float | Array = 1.0,
+        *,
+        local: bool | Array = False,
     ) -> Array:
-        """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`); targets it lacks stay the base."""
+        """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`); targets it lacks stay the base.
+
+        `local` chooses the rotary frequencies; the window itself is the business of `attend`.
+        """
         config = self.config
+        frequencies = rotary_frequencies(config, local is True)
+        if not isinstance(local, bool) and config.local_rope_theta is not None:
+            frequencies = jnp.where(local, rotary_frequencies(config, True), frequencies)
 
         def linear(name: str, x: Array) -> Array:
             adapter = None if adapter_layer is None else adapter_layer.get(name)
             return checkpoint_name(project(x, getattr(self, name)[...], adapter, lora_scale), _PROJECTION)
 
-        def heads(name: str, x: Array, count: int) -> Array:
-            return linear(name, x).reshape(*x.shape[:2], count, config.head_dim)
+        def norm(name: str, x: Array) -> Array:
+            return rms_norm(x, getattr(self, name)[...], config.norm_eps)
 
-        h = rms_norm(x_BTD, self.input_norm[...], config.norm_eps)
-        q = rotate(heads("q_proj", h, config.num_heads), positions_BT, config.rope_theta)
-        k = rotate(heads("k_proj", h, config.num_kv_heads), positions_BT, config.rope_theta)
-        v = heads("v_proj", h, config.num_kv_heads)
-        x_BTD = x_BTD + linear("o_proj", attend(q, k, v).reshape(*x_BTD.shape[:2], -1))
-        h = rms_norm(x_BTD, self.post_norm[...], config.norm_eps)
-        return x_BTD + linear("down_proj", jax.nn.silu(linear("gate_proj", h)) * linear("up_proj", h))
+        def heads(name: str, x: Array, count: int) -> Array:
+            y = linear(f"{name}_proj", x)
+            if config.attention_bias:
+                y = y + getattr(self, f"{name}_bias")[...]
+            y = y.reshape(*x.shape[:2], count, config.head_dim)
+            return norm(f"{name}_norm", y) if config.qk_norm and name != "v" else y
+
+        h = norm("input_norm", x_BTD)
+        q = rotate(heads("q", h, config.num_heads), positions_BT, frequencies)
+        k = rotate(heads("k", h, config.num_kv_heads), positions_BT, frequencies)
+        v = heads("v", h, config.num_kv_heads)
+        if config.query_scale is not None:
+            # Every attention divides by sqrt(d).
+            q = q * (config.query_scale * config.head_dim**0.5)
+        h = linear("o_proj", attend(q, k, v).reshape(*x_BTD.shape[:2], -1))
+        x_BTD = x_BTD + (norm("attention_output_norm", h) if config.output_norms else h)
+        h = norm("post_norm", x_BTD)
+        h = linear("down_proj", config.activation(linear("gate_proj", h)) * linear("up_proj", h))
+        return x_BTD + (norm("mlp_output_norm", h) if config.output_norms else h)
 
 
 @functools.lru_cache(maxsize=16)
@@ -281,9 +423,10 @@ def unstack_layers(params: Params) -> Params:
     return {**params, "layers": [{name: array[i] for name, array in layers.items()} for i in range(count)]}
 
 
-def embed(params: Params, tokens_BT: Array) -> Array:
+def embed(config: ModelConfig, params: Params, tokens_BT: Array) -> Array:
     """x_BTD, the input of the first block."""
-    return jnp.asarray(params["embed"])[tokens_BT]
+    x = jnp.asarray(params["embed"])[tokens_BT]
+    return x * jnp.asarray(config.embed_dim**0.5, x.dtype) if config.scale_embedding else x
 
 
 def final_norm(config: ModelConfig, params: Params, x: Array) -> Array:
@@ -294,8 +437,11 @@ def final_norm(config: ModelConfig, params: Params, x: Array) -> Array:
 def unembed(config: ModelConfig, params: Params, hidden: Array) -> Array:
     """Float32 logits [..., V] of hidden states [..., D] that passed the final norm."""
     if config.tie_embeddings:
-        return jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
-    return jnp.einsum("...d,dv->...v", hidden, params["unembed"], preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
+    else:
+        logits = jnp.einsum("...d,dv->...v", hidden, params["unembed"], preferred_element_type=jnp.float32)
+    cap = config.final_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def hidden_states(
@@ -320,22 +466,39 @@ def hidden_states(
     if kernel is None:
         kernel = blocked_attention if jax.default_backend() == "cpu" else attention
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        return kernel(q, k, v, visible_BTT)
+    windowed_BTT = visible_BTT
+    if config.local_layers:
+        assert config.sliding_window is not None
+        windowed_BTT = windowed(visible_BTT, positions_BT, config.sliding_window)
 
-    def step(x: Array, layer: Layer, share: Adapter | None) -> Array:
-        return make_block(config, layer)(x, positions_BT, attend, share, lora_scale)
+    def step(x: Array, layer: Layer, share: Adapter | None, local: bool | Array) -> Array:
+        if isinstance(local, bool):
+            mask = windowed_BTT if local else visible_BTT
+        else:
+            mask = jnp.where(local, windowed_BTT, visible_BTT)
 
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            return kernel(q, k, v, mask, config.attention_softcap)
+
+        return make_block(config, layer)(x, positions_BT, attend, share, lora_scale, local=local)
+
+    local_L = [config.is_local(i) for i in range(config.num_layers)]
+    # A scan computes every layer with the same lines: there, which mask and frequencies is data.
+    mixed = is_stacked(params) and len(set(local_L)) > 1
+    static = () if mixed else (3,)
     if remat is Remat.ATTENTION:
-        step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(_PROJECTION))
+        policy = jax.checkpoint_policies.save_only_these_names(_PROJECTION)
+        step = jax.checkpoint(step, policy=policy, static_argnums=static)
     elif remat is Remat.LAYER:
-        step = jax.checkpoint(step)
-    x = embed(params, tokens_BT)
-    if is_stacked(params):
-        x, _ = lax.scan(lambda x, xs: (step(x, *xs), None), x, (params["layers"], adapter))
+        step = jax.checkpoint(step, static_argnums=static)
+    x = embed(config, params, tokens_BT)
+    if mixed:
+        x, _ = lax.scan(lambda x, xs: (step(x, *xs), None), x, (params["layers"], adapter, np.array(local_L)))
+    elif is_stacked(params):
+        x, _ = lax.scan(lambda x, xs: (step(x, *xs, local_L[0]), None), x, (params["layers"], adapter))
     else:
         for i, layer in enumerate(params["layers"]):
-            x = step(x, layer, layer_adapter(adapter, i))
+            x = step(x, layer, layer_adapter(adapter, i), local_L[i])
     return final_norm(config, params, x)
 
 
@@ -346,10 +509,14 @@ def token_logprobs(
     targets_N: Array,
     count: Array | int,
     temperature: Array | float,
+    kept_NK: Array | None = None,
     *,
     chunk: int = LOGPROB_CHUNK,
 ) -> Array:
     """logprobs_N = log_softmax(logits / temperature)[target] for the first `count` entries, 0 for the rest.
+
+    With `kept_NK` (token ids, -1 where there is none) the softmax of an entry is over its kept ids alone, and over the
+    whole vocabulary where it has none; a target that is not kept has the log-prob NaN.
 
     Only ceil(count / chunk) chunks are computed, forward and backward, whatever N is, and logits exist for one chunk
     at a time. `count` may be traced. The gradient flows to `hidden_ND` alone: the base is frozen, and temperature is a
@@ -360,13 +527,16 @@ def token_logprobs(
         return jnp.zeros((0,), jnp.float32)
     chunk = min(chunk, N)
     padding = -N % chunk
+    if kept_NK is None:
+        kept_NK = jnp.zeros((N, 0), jnp.int32)
+    kept = jnp.pad(kept_NK.astype(jnp.int32), ((0, padding), (0, 0)), constant_values=-1)
     hidden = jnp.pad(hidden_ND, ((0, padding), (0, 0)))
     targets = jnp.pad(targets_N.astype(jnp.int32), (0, padding))
     temperature = jnp.asarray(temperature, jnp.float32)
     temperature = jnp.where(temperature > 0, temperature, 1.0)
     count = jnp.clip(jnp.asarray(count, jnp.int32), 0, N)
     head = {name: jnp.asarray(params[name]) for name in ("embed", "unembed") if name in params}
-    return _token_logprobs((config, chunk), head, hidden, targets, count, temperature)[:N]
+    return _token_logprobs((config, chunk), head, hidden, targets, count, temperature, kept)[:N]
 
 
 def _chunk_logits(config: ModelConfig, head: Params, hidden_ND: Array, start: Array, chunk: int) -> Array:
@@ -380,6 +550,7 @@ def _forward(
     targets_N: Array,
     count: Array,
     temperature: Array,
+    kept_NK: Array,
     differentiate: bool,
 ) -> tuple[Array, Array]:
     """(logprobs_N, d logprob_n / d hidden_n as slopes_ND if `differentiate`), both 0 from `count` on."""
@@ -388,14 +559,18 @@ def _forward(
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         logprobs, slopes = carry
         start = i * chunk
-        scaled = _chunk_logits(config, head, hidden_ND, start, chunk) / temperature
-        normalizer = jax.nn.logsumexp(scaled, -1)
+        logits = _chunk_logits(config, head, hidden_ND, start, chunk)
+        scaled = logits / temperature
         target = lax.dynamic_slice_in_dim(targets_N, start, chunk)
-        logprob = jnp.take_along_axis(scaled, target[:, None], -1, mode="clip")[:, 0] - normalizer
+        if kept_NK.shape[1]:
+            scaled = _keep(scaled, lax.dynamic_slice_in_dim(kept_NK, start, chunk))
+        normalizer = jax.nn.logsumexp(scaled, -1)
+        chosen = jnp.take_along_axis(scaled, target[:, None], -1, mode="clip")[:, 0]
+        logprob = jnp.where(chosen > MASKED, chosen - normalizer, jnp.nan)
         live = start + jnp.arange(chunk) < count
         logprobs = lax.dynamic_update_slice_in_dim(logprobs, jnp.where(live, logprob, 0.0), start, 0)
         if differentiate:
-            slope = _slope(config, head, jnp.exp(scaled - normalizer[:, None]), target) / temperature
+            slope = _slope(config, head, logits, jnp.exp(scaled - normalizer[:, None]), target) / temperature
             slope = jnp.where(live[:, None], slope, 0.0).astype(slopes.dtype)
             slopes = lax.dynamic_update_slice_in_dim(slopes, slope, start, 0)
         return logprobs, slopes
@@ -405,24 +580,51 @@ def _forward(
     return result
 
 
-def _slope(config: ModelConfig, head: Params, probabilities_NV: Array, targets_N: Array) -> Array:
-    """d log_softmax(z)[target] / d hidden with z = hidden W, as [N, D]: W[target] - softmax(z) W."""
+def _keep(scaled_NV: Array, kept_NK: Array) -> Array:
+    """The logits with all but the kept ids masked, in rows that keep any."""
+    rows = jnp.arange(len(scaled_NV))[:, None]
+    index = jnp.where(kept_NK < 0, scaled_NV.shape[1], kept_NK)
+    allowed = jnp.zeros(scaled_NV.shape, bool).at[rows, index].set(True, mode="drop")
+    return jnp.where(allowed | (kept_NK < 0).all(-1, keepdims=True), scaled_NV, MASKED)
+
+
+def _slope(config: ModelConfig, head: Params, logits_NV: Array, probabilities_NV: Array, targets_N: Array) -> Array:
+    """d log_softmax(z)[target] / d hidden with z = f(hidden W), as [N, D]: f'[target] W[target] - (softmax(z) f') W,
+    where f is the softcap, or nothing."""
+    steepness_N1 = 1.0
+    if config.final_softcap is not None:
+        steepness_NV = 1.0 - (logits_NV / config.final_softcap) ** 2
+        probabilities_NV = probabilities_NV * steepness_NV
+        steepness_N1 = jnp.take_along_axis(steepness_NV, targets_N[:, None], -1, mode="clip")
     if config.tie_embeddings:
-        return head["embed"][targets_N] - probabilities_NV.astype(head["embed"].dtype) @ head["embed"]
-    chosen = jnp.take(head["unembed"], targets_N, axis=1, mode="clip").T
+        chosen = head["embed"][targets_N] * steepness_N1
+        return chosen - probabilities_NV.astype(head["embed"].dtype) @ head["embed"]
+    chosen = jnp.take(head["unembed"], targets_N, axis=1, mode="clip").T * steepness_N1
     return chosen - jnp.einsum("nv,dv->nd", probabilities_NV.astype(head["unembed"].dtype), head["unembed"])
 
 
 def _logprobs(
-    static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
+    static: tuple[ModelConfig, int],
+    head: Params,
+    hidden_ND: Array,
+    targets_N: Array,
+    count: Array,
+    temperature: Array,
+    kept_NK: Array,
 ) -> Array:
-    return _forward(static, head, hidden_ND, targets_N, count, temperature, False)[0]
+    return _forward(static, head, hidden_ND, targets_N, count, temperature, kept_NK, False)[0]
 
 
 def _logprobs_fwd(
-    static: tuple[ModelConfig, int], head: Params, hidden_ND: Array, targets_N: Array, count: Array, temperature: Array
+    static: tuple[ModelConfig, int],
+    head: Params,
+    hidden_ND: Array,
+    targets_N: Array,
+    count: Array,
+    temperature: Array,
+    kept_NK: Array,
 ) -> tuple[Array, Array]:
-    return _forward(static, head, hidden_ND, targets_N, count, temperature, True)
+    return _forward(static, head, hidden_ND, targets_N, count, temperature, kept_NK, True)
 
 
 def _logprobs_bwd(static: tuple[ModelConfig, int], slopes_ND: Array, gradient_N: Array) -> tuple[Any, ...]:
@@ -431,7 +633,7 @@ def _logprobs_bwd(static: tuple[ModelConfig, int], slopes_ND: Array, gradient_N:
     The slopes are made in the forward pass, while the probabilities are at hand: computing the logits again would cost
     a third more.
     """
-    return None, (gradient_N[:, None] * slopes_ND).astype(slopes_ND.dtype), None, None, None
+    return None, (gradient_N[:, None] * slopes_ND).astype(slopes_ND.dtype), None, None, None, None
 
 
 _token_logprobs = jax.custom_vjp(_logprobs, nondiff_argnums=(0,))

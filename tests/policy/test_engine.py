@@ -78,7 +78,7 @@ def forward(config, params, adapter, scale, tokens_T, stored, start):
         kept.append((k, v))
         return attention(q, k, v, causal)
 
-    x = embed(params, tokens_T[None])
+    x = embed(config, params, tokens_T[None])
     for i, layer in enumerate(params["layers"]):
         attend_here = functools.partial(attend, i)
         x = make_block(config, layer)(x, positions, attend_here, layer_adapter(adapter, i), scale)

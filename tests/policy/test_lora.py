@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from policy.families import PROJECTIONS
 from policy.lora import LoraSettings, adapter_shapes, init_adapter, layer_adapter, zero_adapter
 from policy.transformer import ModelConfig, hidden_states, visible
 
@@ -66,7 +67,7 @@ def test_unmerged_equals_merged(targets):
 
 
 def test_shapes_follow_the_layer():
-    shapes = adapter_shapes(CONFIG, LoraSettings(rank=4, targets=("k_proj", "down_proj")))
+    shapes = adapter_shapes(CONFIG, LoraSettings(rank=4, targets=("down_proj", "k_proj")))
     assert shapes == {
         "k_proj": {"a": (2, 16, 4), "b": (2, 4, 8)},
         "down_proj": {"a": (2, 24, 4), "b": (2, 4, 16)},
@@ -88,7 +89,9 @@ def test_adapters_follow_the_activations_dtype():
     [
         ({"rank": 0}, "lora.rank must be at least 1"),
         ({"alpha": 0.0}, "lora.alpha must be a number above 0"),
-        ({"targets": ("q_proj", "lm_head")}, "lora.targets must name one or more of q_proj"),
+        ({"targets": ("q_proj", "lm_head")}, "lora.targets must match one or more of q_proj.*found 'lm_head'"),
+        ({"targets": ("(",)}, "lora.targets must hold regular expressions"),
+        ({"targets": (r"model\.layers\.[0-3]\..*",)}, "in every layer or in none.*matches q_proj in some layers"),
         ({"targets": ()}, "lora.targets must name"),
         ({"targets": ("q_proj", "q_proj")}, "each once"),
     ],
@@ -96,3 +99,19 @@ def test_adapters_follow_the_activations_dtype():
 def test_bad_settings_say_what_to_write(wrong, found):
     with pytest.raises(ValueError, match=found):
         LoraSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("targets", "projections"),
+    [
+        (("all-linear",), PROJECTIONS),
+        (("v_proj", "q_proj"), ("q_proj", "v_proj")),
+        ((r".*\.self_attn\.(q|v)_proj",), ("q_proj", "v_proj")),
+        ((r"model\.layers\.\d+\.mlp\..*", "self_attn.o_proj"), ("o_proj", "gate_proj", "up_proj", "down_proj")),
+        (("[qk]_proj",), ("q_proj", "k_proj")),
+    ],
+)
+def test_targets_are_names_or_regular_expressions_as_peft_reads_them(targets, projections):
+    settings = LoraSettings(targets=targets)
+    assert settings.projections == projections
+    assert tuple(adapter_shapes(CONFIG, settings)) == projections

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from policy.transformer import ModelConfig, hidden_states, stack_layers, unembed, visible
-from policy.weights import ModelError, ModelSettings, load_folder, load_gguf, load_model, save_model
+from policy.weights import ModelError, ModelSettings, load_model, save_model
 
 REFERENCE = Path(__file__).parent / "fixtures" / "smollm2_reference.safetensors"
 TOLERANCE = 1e-3
@@ -99,6 +99,10 @@ def write_gguf(path, config, params, *, architecture="llama", leave_out=(), add=
     return path
 
 
+def load(path):
+    return load_model(ModelSettings(str(path))).params
+
+
 @pytest.fixture(scope="module")
 def smollm2():
     return load_model(ModelSettings("smollm2-135m"))
@@ -164,16 +168,16 @@ def test_wrong_tensors_are_listed_all_at_once(tmp_path):
         TINY,
         random_params(TINY),
         leave_out=("blk.1.attn_v.weight", "output_norm.weight"),
-        add={"rope_freqs.weight": np.ones(4)},
+        add={"blk.0.attn_q.scale": np.ones(4)},
         replace={"blk.0.ffn_up.weight": np.ones((60, 32))},
     )
     with pytest.raises(ModelError) as caught:
-        load_gguf(path)
+        load(path)
     message = str(caught.value)
-    assert "missing blk.1.attn_v.weight [32, 16]" in message
+    assert "missing blk.1.attn_v.weight [16, 32]" in message
     assert "missing output_norm.weight [32]" in message
-    assert "unexpected rope_freqs.weight [4]" in message
-    assert "blk.0.ffn_up.weight has shape [32, 60], expected [32, 64]" in message
+    assert "unexpected blk.0.attn_q.scale [4]" in message
+    assert "blk.0.ffn_up.weight has shape [60, 32], expected [64, 32]" in message
 
 
 def test_wrong_folders_are_refused(tmp_path):
@@ -181,19 +185,19 @@ def test_wrong_folders_are_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "layers.1.bias": np.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"unexpected layers\.1\.bias \[3\]"):
-        load_folder(tmp_path)
+        load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"rubbish")
     with pytest.raises(ModelError, match=str(tmp_path)):
-        load_folder(tmp_path)
+        load(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json"):
-        load_folder(tmp_path)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama"),
+        ({"architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, mistral, qwen2"),
         ({"fields": {"llama.rope.scaling.type": "yarn"}}, "rope.scaling.type = 'yarn'"),
         ({"fields": {"llama.expert_count": 8}}, "expert_count = 8"),
         ({"leave_out": ("token_embd.weight",)}, "lacks the tensor token_embd.weight"),
@@ -202,18 +206,18 @@ def test_wrong_folders_are_refused(tmp_path):
 def test_what_is_not_supported_is_named(tmp_path, options, found):
     path = write_gguf(tmp_path / "model.gguf", TINY, random_params(TINY), **options)
     with pytest.raises(ModelError, match=found):
-        load_gguf(path)
+        load(path)
 
 
 def test_files_that_are_no_models_are_refused(tmp_path):
     rubbish = tmp_path / "model.gguf"
     rubbish.write_bytes(b"not a model at all" * 10)
     with pytest.raises(ModelError, match="not a readable GGUF file"):
-        load_gguf(rubbish)
+        load(rubbish)
     whole = write_gguf(tmp_path / "whole.gguf", TINY, random_params(TINY)).read_bytes()
     rubbish.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="not a readable GGUF file"):
-        load_gguf(rubbish)
+        load(rubbish)
     with pytest.raises(ModelError, match="is no file and no folder"):
         load_model(ModelSettings(str(tmp_path / "nowhere")))
 
