@@ -146,8 +146,9 @@ class ModelConfig:
         family_of(self.family)
         object.__setattr__(self, "activation", Activation(self.activation))
         object.__setattr__(self, "local_layers", tuple(self.local_layers))
-        if isinstance(self.rope_scaling, Mapping):
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        scaling: Any = self.rope_scaling  # a mapping where it comes from JSON
+        if isinstance(scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**scaling))
         sizes = (
             "vocab_size",
             "num_layers",
@@ -495,7 +496,7 @@ def hidden_states(
     if mixed:
         x, _ = lax.scan(lambda x, xs: (step(x, *xs), None), x, (params["layers"], adapter, np.array(local_L)))
     elif is_stacked(params):
-        x, _ = lax.scan(lambda x, xs: (step(x, *xs, local_L[0]), None), x, (params["layers"], adapter))
+        x, _ = lax.scan(lambda x, xs: (step(x, xs[0], xs[1], local_L[0]), None), x, (params["layers"], adapter))
     else:
         for i, layer in enumerate(params["layers"]):
             x = step(x, layer, layer_adapter(adapter, i), local_L[i])
