@@ -2,8 +2,8 @@
 
 The decode thread repeats one tick: take what others asked for (requests, cancellations, a new adapter), give rows of
 the cache to requests, compute at most one chunk of waiting prompt tokens (and take a new adapter again), draw the next
-token of every request that is ready. So requests join and leave, and adapters change, between two calls of a compiled function; none of them waits for
-another, and none of them compiles anything.
+token of every request that is ready. So requests join and leave, and adapters change, between two calls of a compiled
+function; none of them waits for another, and none of them compiles anything.
 
 Rows of the cache:
 - An episode keeps its row between its turns, while its tool runs. When rows run out, the one idle for longest is taken;
