@@ -13,13 +13,16 @@ from learner.sharding import Sharding, ShardingSettings
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 STEP_ON_MESHES = """
-import sys
+import sys, tempfile
+from pathlib import Path
 sys.path[:0] = [{repository!r}, {tests!r}]
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
-from learner.sharding import ShardingSettings
+from learner.sharding import Sharding, ShardingSettings
 from learner.losses import LossSettings
 from learner.step import OptimizerSettings, Trainer
+from policy.transformer import stack_layers
+from policy.weights import ModelSettings, load_model, save_model
 from test_step import CONFIG, LORA, closings, packed_rows, random_adapter, random_params
 
 assert len(jax.devices()) == 8
@@ -47,6 +50,18 @@ for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=Tru
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
 np.testing.assert_allclose(many.gradient_norm, one.gradient_norm, rtol=1e-5)
+
+# From disk each device gets its slices, the same as by way of the whole model in memory.
+folder = tempfile.mkdtemp()
+save_model(Path(folder), CONFIG, random_params())
+sharding = Sharding(ShardingSettings(data=2, fsdp=2, tensor=2))
+loaded = sharding.load_params(load_model(ModelSettings(folder)).weights)
+put = sharding.put_params(stack_layers(random_params()))
+assert jax.tree.structure(loaded) == jax.tree.structure(put)
+for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(put), strict=True):
+    assert a.sharding == b.sharding and a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+assert loaded["layers"]["q_proj"].addressable_shards[0].data.nbytes * 4 == loaded["layers"]["q_proj"].nbytes
 print("equal")
 """
 
