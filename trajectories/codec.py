@@ -4,6 +4,12 @@
 
 Invariant: `decode(encode(x), type(x))` equals x bit for bit, and bytes that are not exactly such a message raise a
 named CodecError; nothing is ever unpickled.
+
+A message is written in the oldest schema version that can express it, without the fields that came later; where they
+are missing they are empty. So old messages stay readable, and old readers read all that does not need the new fields.
+
+    1   the first
+    2   kept ids (`Episode`, `Row`)
 """
 
 from __future__ import annotations
@@ -24,10 +30,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trajectories.packing import restore, without_arrays
-from trajectories.schema import Closing, DeadLetter, Episode, Heartbeat, Pack, Row, Task, Verdict, Version
+from trajectories.schema import SINCE, Closing, DeadLetter, Episode, Heartbeat, Pack, Row, Task, Verdict, Version
 
 MAGIC = b"HRC1"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 METADATA_KEY = "headrace"
 MAX_MESSAGE_BYTES = 3_500_000
 """Of an encoded message: under gRPC's 4 MiB default, with room for the envelope."""
@@ -70,15 +76,16 @@ class Malformed(CodecError):
 def encode(message: Message, *, limit: int | None = MAX_MESSAGE_BYTES) -> bytes:
     """Bytes of one message; raises Oversized beyond `limit` bytes (None: no bound, for storage)."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    body = _pack(without_arrays(message) if isinstance(message, Pack) else message, arrays)
-    envelope = {"schema": SCHEMA_VERSION, "type": type(message).__name__, "body": body}
+    schema = schema_of(message)
+    body = _pack(without_arrays(message) if isinstance(message, Pack) else message, arrays, schema)
+    envelope = {"schema": schema, "type": type(message).__name__, "body": body}
     # One metadata key: safetensors writes several in random order, and equal messages should be equal bytes.
     metadata = {METADATA_KEY: json.dumps(envelope, separators=(",", ":"), ensure_ascii=False)}
     data = MAGIC + zstandard.ZstdCompressor(level=1, write_content_size=True).compress(save(arrays, metadata))
     if limit is not None and len(data) > limit:
         raise Oversized(
             f"a {type(message).__name__} of {len(data)} bytes exceeds the limit of {limit}: "
-            "lower group_size, the episode length or closings_per_pack"
+            "lower group_size, the episode length or closings_per_pack, or sampling.max_kept where draws are truncated"
         )
     return data
 
@@ -98,6 +105,8 @@ def decode(data: bytes, expect: type[M], *, limit: int | None = MAX_MESSAGE_BYTE
         schema, name, body = int(envelope["schema"]), envelope["type"], envelope["body"]
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise Malformed(f"the message's metadata lack schema, type or body: {error!r}") from error
+    if schema < 1:
+        raise Malformed(f"a message's schema version is at least 1, found {schema}")
     if schema > SCHEMA_VERSION:
         raise FutureVersion(
             f"the message has schema version {schema}, this process reads up to {SCHEMA_VERSION}: "
@@ -107,7 +116,7 @@ def decode(data: bytes, expect: type[M], *, limit: int | None = MAX_MESSAGE_BYTE
         raise Foreign(f"expected a {expect.__name__}, found a {name}")
     try:
         arrays = load(content)
-        result = _unpack(body, expect, arrays)
+        result = _unpack(body, expect, arrays, schema)
         if isinstance(result, Pack):
             result = dataclasses.replace(result, closings=restore(result.rows, result.closings))
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
@@ -117,7 +126,7 @@ def decode(data: bytes, expect: type[M], *, limit: int | None = MAX_MESSAGE_BYTE
 
 def attributes(message: Message) -> dict[str, str]:
     """Message attributes: run id and type, and bucket and oldest version where they exist."""
-    found = {"run_id": message.run_id, "type": type(message).__name__, "schema": str(SCHEMA_VERSION)}
+    found = {"run_id": message.run_id, "type": type(message).__name__, "schema": str(schema_of(message))}
     if isinstance(message, Pack):
         found["bucket"] = str(message.bucket)
     if isinstance(message, Pack | Episode | Closing | Verdict) and message.oldest_version is not None:
@@ -125,6 +134,20 @@ def attributes(message: Message) -> dict[str, str]:
     if isinstance(message, DeadLetter):
         found["stage"] = message.stage
     return found
+
+
+def schema_of(message: Any) -> int:
+    """The oldest schema version that can express the message."""
+    if isinstance(message, tuple):
+        return max((schema_of(item) for item in message if dataclasses.is_dataclass(item)), default=1)
+    schema = 1
+    for field in _fields(type(message)):
+        value = getattr(message, field.name)
+        if field.since > schema and len(value):
+            schema = field.since
+        elif isinstance(value, tuple):
+            schema = max(schema, schema_of(value))
+    return schema
 
 
 def _decompress(data: bytes) -> bytes:
@@ -163,7 +186,7 @@ def _metadata(content: bytes) -> dict[str, str]:
     return metadata
 
 
-def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]], schema: int) -> Any:
     """JSON for `value`, its arrays moved into `arrays` and named there by number."""
     if isinstance(value, np.ndarray):
         name = str(len(arrays))
@@ -176,20 +199,28 @@ def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [_pack(getattr(value, field.name), arrays) for field in dataclasses.fields(value)]
+        fields = [field for field in _fields(type(value)) if field.since <= schema]
+        return [_pack(getattr(value, field.name), arrays, schema) for field in fields]
     if isinstance(value, Mapping):
-        return {str(key): _pack(item, arrays) for key, item in value.items()}
+        return {str(key): _pack(item, arrays, schema) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_pack(item, arrays) for item in value]
+        return [_pack(item, arrays, schema) for item in value]
     if isinstance(value, np.generic):
         return value.item()
     return value
 
 
+class _Field(typing.NamedTuple):
+    name: str
+    hint: Any
+    since: int
+    """Schema version."""
+
+
 @cache
-def _fields(cls: Any) -> tuple[tuple[str, Any], ...]:
+def _fields(cls: Any) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls)
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+    return tuple(_Field(f.name, hints[f.name], f.metadata.get(SINCE, 1)) for f in dataclasses.fields(cls))
 
 
 _SCALARS: dict[type[Any], tuple[type[Any], ...]] = {
@@ -200,7 +231,7 @@ _SCALARS: dict[type[Any], tuple[type[Any], ...]] = {
 }
 
 
-def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]], schema: int) -> Any:
     """The inverse of `_pack` for a value of type `hint`; raises TypeError or ValueError where the JSON has another."""
     origin = typing.get_origin(hint)
     if origin is np.ndarray:
@@ -211,15 +242,15 @@ def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -
         return array
     if origin in (types.UnionType, typing.Union):
         (inner,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-        return None if value is None else _unpack(value, inner, arrays)
+        return None if value is None else _unpack(value, inner, arrays, schema)
     if origin is tuple:
         if not isinstance(value, list):
             raise TypeError(f"expected a list, found {type(value).__name__}")
-        return tuple(_unpack(item, typing.get_args(hint)[0], arrays) for item in value)
+        return tuple(_unpack(item, typing.get_args(hint)[0], arrays, schema) for item in value)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, dict):
             raise TypeError(f"expected an object, found {type(value).__name__}")
-        return {_text(key): _unpack(item, typing.get_args(hint)[1], arrays) for key, item in value.items()}
+        return {_text(key): _unpack(item, typing.get_args(hint)[1], arrays, schema) for key, item in value.items()}
     if hint is Any:
         return _free(value, MAX_DEPTH)
     if hint is Version:
@@ -230,10 +261,11 @@ def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -
         return hint(value)
     if dataclasses.is_dataclass(hint):
         make = typing.cast(type[Any], hint)
-        fields = _fields(make)  # type: ignore[arg-type]
+        fields = [field for field in _fields(make) if field.since <= schema]  # type: ignore[arg-type]
         if not isinstance(value, list) or len(value) != len(fields):
             raise TypeError(f"a {make.__name__} has {len(fields)} fields")
-        return make(*(_unpack(item, field_hint, arrays) for item, (_, field_hint) in zip(value, fields, strict=True)))
+        found = (_unpack(item, field.hint, arrays, schema) for item, field in zip(value, fields, strict=True))
+        return make(**dict(zip((field.name for field in fields), found, strict=True)))
     if not isinstance(value, _SCALARS[hint]) or (isinstance(value, bool) and hint is not bool):
         raise TypeError(f"expected {hint.__name__}, found {value!r:.80}")
     return _text(value) if hint is str else hint(value)

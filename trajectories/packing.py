@@ -11,8 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trajectories.schema import PROMPT_SAMPLE, Closing, Episode, Pack, Row, Segment
+from trajectories.schema import PROMPT_SAMPLE, Closing, Episode, Pack, Row, Segment, kept_offsets
+
+_Place = tuple[Row, Segment, NDArray[np.int64]]
+"""A segment, its row, and the row's `kept_offsets`."""
 
 
 class TooLong(ValueError):
@@ -120,18 +124,21 @@ def _header(episode: Episode) -> Episode:
         loss_mask_T=np.zeros(0, np.bool_),
         logprobs_T=np.zeros(0, np.float32),
         prompt_length=0,
+        kept_counts_T=np.zeros(0, np.int32),
+        kept_ids_K=np.zeros(0, np.int32),
     )
 
 
 def restore(rows: Sequence[Row], headers: Sequence[Closing]) -> tuple[Closing, ...]:
     """Fill the episodes of closings that are `without_arrays`; raises ValueError where the rows lack one of them."""
-    places: dict[tuple[str, int], tuple[Row, Segment]] = {}
+    places: dict[tuple[str, int], _Place] = {}
     for row in rows:
+        offsets = kept_offsets(row.kept_counts_T)
         for segment in row.segments:
             if not 0 <= segment.start <= segment.start + segment.length <= row.bucket:
                 raise ValueError(f"segment {segment.segment_id} lies outside its row of {row.bucket} tokens")
             if segment.sample != PROMPT_SAMPLE:
-                places[segment.closing_id, segment.sample] = row, segment
+                places[segment.closing_id, segment.sample] = row, segment, offsets
     return tuple(
         dataclasses.replace(
             closing,
@@ -141,9 +148,9 @@ def restore(rows: Sequence[Row], headers: Sequence[Closing]) -> tuple[Closing, .
     )
 
 
-def _restored(episode: Episode, closing_id: str, places: dict[tuple[str, int], tuple[Row, Segment]]) -> Episode:
+def _restored(episode: Episode, closing_id: str, places: dict[tuple[str, int], _Place]) -> Episode:
     try:
-        row, segment = places[closing_id, episode.sample]
+        row, segment, offsets = places[closing_id, episode.sample]
     except KeyError:
         raise ValueError(f"no row holds episode {episode.episode_id} of closing {closing_id}") from None
     parts = [slice(segment.start, segment.start + segment.length)]
@@ -160,6 +167,11 @@ def _restored(episode: Episode, closing_id: str, places: dict[tuple[str, int], t
         loss_mask_T=np.concatenate([row.loss_mask_T[part] for part in parts]),
         logprobs_T=np.concatenate([row.logprobs_T[part] for part in parts]),
         prompt_length=prompt_length,
+        kept_counts_T=np.concatenate([row.kept_counts_T[part] for part in parts]),
+        kept_ids_K=np.concatenate(
+            [row.kept_ids_K[offsets[part.start] : offsets[part.stop]] for part in parts if len(row.kept_counts_T)]
+            or [row.kept_ids_K]
+        ),
     )
 
 
@@ -201,6 +213,7 @@ def _row(pieces: Sequence[_Piece], closings: Sequence[Closing], bucket: int) -> 
     integers = {name: np.zeros(bucket, np.int32) for name in ("tokens", "segments", "parents", "positions")}
     floats = {name: np.zeros(bucket, np.float32) for name in ("logprobs", "advantages")}
     loss_mask_T = np.zeros(bucket, np.bool_)
+    kept_counts_T, kept_ids = np.zeros(bucket, np.int32), [np.zeros(0, np.int32)]
     segments: list[Segment] = []
     end = 0
 
@@ -226,6 +239,9 @@ def _row(pieces: Sequence[_Piece], closings: Sequence[Closing], bucket: int) -> 
             lay(closing, episode, episode.sample, parent, episode.prompt_length, len(episode))
             loss_mask_T[start:end] = episode.loss_mask_T[episode.prompt_length :]
             floats["logprobs"][start:end] = episode.logprobs_T[episode.prompt_length :]
+            if len(episode.kept_counts_T):
+                kept_counts_T[start:end] = episode.kept_counts_T[episode.prompt_length :]
+                kept_ids.append(episode.kept_ids_K)
             if closing.advantages:
                 floats["advantages"][start:end] = np.where(loss_mask_T[start:end], closing.advantages[index], 0)
     return Row(
@@ -237,4 +253,6 @@ def _row(pieces: Sequence[_Piece], closings: Sequence[Closing], bucket: int) -> 
         logprobs_T=floats["logprobs"],
         advantages_T=floats["advantages"],
         segments=tuple(segments),
+        kept_counts_T=kept_counts_T if len(kept_ids) > 1 else kept_ids[0],
+        kept_ids_K=np.concatenate(kept_ids),
     )

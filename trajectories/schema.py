@@ -29,6 +29,17 @@ BoolArray = NDArray[np.bool_]
 
 PROMPT_SAMPLE = -1
 """`Segment.sample` of a shared prompt, which belongs to no single member."""
+SINCE = "since"
+"""In a field's metadata: the schema version of the wire format that brought it; 1 where it is not said."""
+
+
+def _no_ids() -> IntArray:
+    return np.zeros(0, np.int32)
+
+
+def kept_offsets(kept_counts_T: IntArray) -> NDArray[np.int64]:
+    """offsets_T1: `kept_ids_K[offsets[i]:offsets[i + 1]]` are the kept ids of token i."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(kept_counts_T, dtype=np.int64)])
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -159,8 +170,9 @@ class Timings:
 class Episode:
     """One trajectory, as it was sampled: token in, token out.
 
-    The four arrays share the axis T. `logprobs_T` are the behaviour policy's log-probabilities at the sampling
-    temperature, meaningful where `loss_mask_T` is true (the tokens the policy sampled) and 0 elsewhere.
+    The arrays of axis T share it. `logprobs_T` are the behaviour policy's log-probabilities, of the distribution that
+    the token was drawn from: at the sampling temperature, renormalised over its kept ids. They are meaningful where
+    `loss_mask_T` is true (the tokens the policy sampled) and 0 elsewhere.
     """
 
     run_id: str
@@ -187,6 +199,11 @@ class Episode:
     timings: Timings = Timings()
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counts for people: malformed tool calls, tool errors, ..."""
+    kept_counts_T: IntArray = field(default_factory=_no_ids, metadata={SINCE: 2})
+    """How many ids top-k, top-p and min-p kept for each token; 0 where it was not drawn, or from the whole vocabulary.
+    Empty if it is 0 for all."""
+    kept_ids_K: IntArray = field(default_factory=_no_ids, metadata={SINCE: 2})
+    """Those ids, token after token."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens_T", np.ascontiguousarray(self.tokens_T, np.int32))
@@ -200,6 +217,22 @@ class Episode:
             raise ValueError(f"episode {self.episode_id}: prompt tokens must exist and lie outside the loss mask")
         if self.logprobs_T[~self.loss_mask_T].any():
             object.__setattr__(self, "logprobs_T", np.where(self.loss_mask_T, self.logprobs_T, np.float32(0)))
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        counts_T = np.ascontiguousarray(self.kept_counts_T, np.int32)
+        ids_K = np.ascontiguousarray(self.kept_ids_K, np.int32)
+        if not counts_T.any():
+            counts_T = np.zeros(0, np.int32)
+        elif counts_T.shape != self.tokens_T.shape or counts_T.min() < 0 or counts_T[~self.loss_mask_T].any():
+            raise ValueError(f"episode {self.episode_id}: kept_counts_T must count ids of the tokens in the loss mask")
+        if ids_K.shape != (counts_T.sum(dtype=np.int64),):
+            raise ValueError(
+                f"episode {self.episode_id}: kept_ids_K has shape {ids_K.shape}, and kept_counts_T counts "
+                f"{counts_T.sum(dtype=np.int64)} ids"
+            )
+        object.__setattr__(self, "kept_counts_T", counts_T)
+        object.__setattr__(self, "kept_ids_K", ids_K)
 
     def __len__(self) -> int:
         return len(self.tokens_T)
@@ -272,7 +305,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A fixed-length sequence of packed segments; all arrays have shape (bucket,).
+    """A fixed-length sequence of packed segments; all arrays but the kept ids have shape (bucket,).
 
     Token j is visible to token i if j <= i, j is no padding, and `segment_ids_T[j]` is token i's own segment or
     its parent. `positions_T` count each episode from 0; members go on where their prompt ends. The token that
@@ -287,6 +320,9 @@ class Row:
     logprobs_T: FloatArray
     advantages_T: FloatArray
     segments: tuple[Segment, ...]
+    kept_counts_T: IntArray = field(default_factory=_no_ids, metadata={SINCE: 2})
+    """As in `Episode`, (bucket,) or empty."""
+    kept_ids_K: IntArray = field(default_factory=_no_ids, metadata={SINCE: 2})
 
     @property
     def bucket(self) -> int:

@@ -24,6 +24,7 @@ from trajectories.schema import (
 names = st.text(max_size=12)
 reals = st.floats(allow_nan=False, width=32)
 counts = st.integers(0, 2**40)
+ids = st.integers(0, 2**31 - 1)
 versions = st.builds(Version, st.integers(0, 10**6), st.integers(0, 1000))
 maybe_version = st.none() | versions
 parts = st.dictionaries(names, reals, max_size=3)
@@ -92,11 +93,14 @@ def episodes(
     group_id: int = 7,
 ) -> Episode:
     if prompt is None:
-        prompt = np.asarray(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=12)), np.int32)
-    rest = draw(st.lists(st.integers(0, 2**31 - 1), max_size=max_rest))
+        prompt = np.asarray(draw(st.lists(ids, min_size=1, max_size=12)), np.int32)
+    rest = draw(st.lists(ids, max_size=max_rest))
     mask = draw(st.lists(st.booleans(), min_size=len(rest), max_size=len(rest)))
     logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=len(rest), max_size=len(rest)))
     size = len(prompt) + len(rest)
+    # Of some episodes, all tokens of one, a part of them, or none were drawn from less than the whole vocabulary.
+    most = draw(st.sampled_from([0, 0, 1, 3]))
+    kept = [draw(st.lists(ids, max_size=most)) if sampled and most else [] for sampled in mask]
     return Episode(
         run_id=run_id,
         group_id=group_id,
@@ -120,14 +124,16 @@ def episodes(
         error=draw(names),
         timings=draw(st.builds(Timings, reals, reals, reals, reals, reals)),
         metrics=draw(parts),
+        kept_counts_T=np.asarray([0] * len(prompt) + [len(found) for found in kept], np.int32),
+        kept_ids_K=np.asarray([token for found in kept for token in found], np.int32),
     )
 
 
 @st.composite
 def closings(draw: st.DrawFn, *, number: int = 0, max_members: int = 6) -> Closing:
     prompts = [
-        np.asarray(ids, np.int32)
-        for ids in draw(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=12), min_size=1, max_size=2))
+        np.asarray(prompt, np.int32)
+        for prompt in draw(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=12), min_size=1, max_size=2))
     ]
     members = draw(st.integers(1, max_members))
     found = tuple(

@@ -1,8 +1,10 @@
+import base64
 import contextlib
 import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -25,16 +27,33 @@ from trajectories.codec import (
 from trajectories.packing import pack
 from trajectories.schema import Closing, Episode, Pack, Task, Verdict, Version, same
 
+SCHEMA_1_PACK = base64.b64decode(
+    "SFJDMSi1L/1gaAWNEAA2mlExYEmbDjAoYwAAAAAOTwidUvu38etffv+7PevDqt6tbZGenrS9NzEt0YBKOdZHRIisDEYAPQBBAFeGex1ep2ls"
+    "aXqj6I7e6+BBxRtB3stjssB7bwOHpMALeR/lMnmvkFeSvIjD4qUM+TmkykN6EVOQGw1pkh7S9CSNhilciBAZ3et9MgykyvR403OgSCYO75/F"
+    "QYK8op5M3kV3zruYxvsWRc97F4/C+/VczzPnnGNXXM+u7O369bxrz+c1+Sxd+JV7lr45jl+55jja+JXLZwTZMj0LBDLxXUaQH0WKWHwvhsCQ"
+    "H+UyPUxBXupXrpxzLhl9MsoQOW1LVSvqLpmIiIiJRABEBKCQkCCAiAMQUQAiLiCiAiImIGLCQMQDBCJCPCBGQChQZbYn29vDWoKGhgPaHsZQ"
+    "POy5GFvsTrMYTrOcZn0tdC0YAVioIVGlSGiCJClJpdIBgAIiubE6EmAgOg5kKJIkDTJC5QQjmICIgomUGLYaAHTwDnhqr2M4SndyD/4v16w7"
+    "9R19N9GM8TPOyAfKntjCg03KPX9x2Mgr7Bi7pIfT8iF5CWq8XFjklPdLrOVMU06PabH2iFovPxbUONCDfCzVz1gHIFvltaJyBK7X1wicBTcM"
+    "TSWAKBIMo2Y3As4QWzxggRMvPlohHJiF6JufX3GoIDOLHMNN+U2C999US042/mJMNO3pygWmImoM"
+)
+"""`pack([one_closing], 16)`, written before there was a schema version 2."""
+
 packs = closing_sets().map(lambda closings: pack(closings, 200))
 messages = st.one_of(tasks, episodes(), verdicts, heartbeats, dead_letters, packs, closing_sets().map(lambda c: c[0]))
+
+
+def envelope(data: bytes) -> dict[str, Any]:
+    content = zstandard.decompress(data[4:])
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    found: dict[str, Any] = json.loads(header["__metadata__"][codec.METADATA_KEY])
+    return found
 
 
 def rewritten(data: bytes, **changes: Any) -> bytes:
     """The same message with another envelope."""
     content = zstandard.decompress(data[4:])
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    envelope = json.loads(header["__metadata__"][codec.METADATA_KEY]) | changes
-    return codec.MAGIC + zstandard.compress(save(load(content), {codec.METADATA_KEY: json.dumps(envelope)}))
+    changed = json.dumps(envelope(data) | changes)
+    return codec.MAGIC + zstandard.compress(save(load(content), {codec.METADATA_KEY: changed}))
 
 
 @given(messages)
@@ -80,7 +99,9 @@ def test_each_fault_has_its_name(one_closing: Closing) -> None:
     with pytest.raises(Foreign, match="expected a Task, found a Closing"):
         decode(encoded, Task)
     with pytest.raises(FutureVersion, match="update it"):
-        decode(rewritten(encoded, schema=2), Closing)
+        decode(rewritten(encoded, schema=codec.SCHEMA_VERSION + 1), Closing)
+    with pytest.raises(Malformed, match="at least 1"):
+        decode(rewritten(encoded, schema=0), Closing)
     with pytest.raises(Malformed):
         decode(rewritten(encoded, body=[1, 2]), Closing)
     with pytest.raises(Malformed, match="follow the end"):
@@ -145,6 +166,45 @@ def test_a_pack_sends_each_token_once(one_closing: Closing) -> None:
     packed = pack([big], 256)
     arrays = load(zstandard.decompress(encode(packed)[4:]))
     assert {array.shape for array in arrays.values()} <= {(256,), (0,)}
+
+
+def truncated(closing: Closing) -> Closing:
+    """The same closing, the first two sampled tokens of each episode drawn from three and two tokens."""
+
+    def limited(episode: Episode) -> Episode:
+        first = int(episode.tokens_T[4])
+        return dataclasses.replace(
+            episode, kept_counts_T=np.array([0, 0, 0, 0, 3, 2, 0]), kept_ids_K=np.array([3, first, 40, 11, 12])
+        )
+
+    return dataclasses.replace(closing, episodes=tuple(limited(episode) for episode in closing.episodes))
+
+
+def test_messages_of_schema_1_are_read_and_still_written_where_nothing_is_kept(one_closing: Closing) -> None:
+    plain, limited = pack([one_closing], 16), pack([truncated(one_closing)], 16)
+    assert decode(SCHEMA_1_PACK, Pack) == plain
+    assert zstandard.decompress(encode(plain)[4:]) == zstandard.decompress(SCHEMA_1_PACK[4:])
+    assert envelope(encode(limited))["schema"] == 2
+    with pytest.raises(Malformed, match="Row has 10 fields"):
+        decode(rewritten(SCHEMA_1_PACK, schema=2), Pack)
+
+
+def test_kept_ids_lie_once_in_a_pack_and_come_back(one_closing: Closing) -> None:
+    packed = pack([truncated(one_closing)], 64)
+    (row,) = packed.rows
+    assert row.kept_counts_T.tolist() == [0] * 4 + [3, 2, 0] * 2 + [0] * 54
+    assert row.kept_ids_K.tolist() == [3, 10, 40, 11, 12, 3, 11, 40, 11, 12]
+    arrays = load(zstandard.decompress(encode(packed)[4:]))
+    assert sorted(array.shape for array in arrays.values() if array.size) == [(10,), *[(64,)] * 8]
+    assert decode(encode(packed), Pack) == packed
+    assert attributes(packed)["schema"] == "2"
+
+
+def test_kept_ids_that_no_token_can_have_are_refused(one_closing: Closing) -> None:
+    episode = truncated(one_closing).episodes[0]
+    for counts in ([0, 0, 0, 1, 3, 1, 0], [0, 0, 0, 0, 3, 3, -1], [0, 0, 0, 0, 3, 2], [0, 0, 0, 0, 3, 3, 0], [0] * 7):
+        with pytest.raises(ValueError, match="kept_"):
+            dataclasses.replace(episode, kept_counts_T=np.array(counts))
 
 
 def test_attributes_route_without_decoding(one_closing: Closing) -> None:
