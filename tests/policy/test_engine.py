@@ -374,18 +374,31 @@ def test_cancelling_frees_the_slot_and_the_session_can_be_sampled_again():
         engine.close()
 
 
-def test_thirty_swaps_under_24_live_requests():
-    """No request is lost, and every token's log-prob is that of the versions in its spans, over the cache they made."""
-    engine = make_engine()
-    adapters = {V0: make_adapter(0)} | {Version(i, 1): make_adapter(i) for i in range(1, 31)}
+def test_a_hundred_swaps_under_64_live_requests(monkeypatch):
+    """No request is lost, none waits for a swap longer than a step, and every token's log-prob is that of the versions
+    in its spans, over the cache they made."""
+    engine = make_engine(slots=64)
+    adapters = {V0: make_adapter(0)} | {Version(i, 1): make_adapter(i) for i in range(1, 101)}
     done = threading.Event()
+    asked, taken = {}, {}
+    take = engine._take_adapter
+
+    def note_what_is_taken():
+        before = engine.version
+        take()
+        if engine.version != before:
+            taken[engine.version] = engine.decode_calls
+
+    monkeypatch.setattr(engine, "_take_adapter", note_what_is_taken)
 
     def swapper():
         for version in list(adapters)[1:]:
             target = engine.tokens_sampled + 60
             while engine.tokens_sampled < target and not done.is_set():
                 time.sleep(0.0005)
-            engine.swap(adapters[version], version)
+            with engine._changed:  # so that a slow thread here cannot make the engine look slow
+                asked[version] = engine.decode_calls
+                engine.swap(adapters[version], version)
         done.set()
 
     async def worker(k):
@@ -409,14 +422,16 @@ def test_thirty_swaps_under_24_live_requests():
         thread = threading.Thread(target=swapper)
         thread.start()
         try:
-            return await asyncio.gather(*(worker(k) for k in range(24)))
+            return await asyncio.gather(*(worker(k) for k in range(64)))
         finally:
             done.set()
             thread.join()
 
     try:
         episodes = [episode for worker_results in run(everything()) for episode in worker_results]
-        assert engine.version == Version(30, 1)
+        assert engine.version == Version(100, 1)
+        # The call under way while the lock was held, and the one under way when it was given back.
+        assert all(calls - asked[version] <= 2 for version, calls in taken.items())
         mixed, used = 0, set()
         for turns, cached in episodes:
             ids, last = turns[-1]
@@ -430,8 +445,8 @@ def test_thirty_swaps_under_24_live_requests():
                     # The token before the one drawn was fed by the version that drew it.
                     fed = len(turn_ids) + span.first_token - 1
                     assert [s for s in cached if s.first_token <= fed][-1].version == span.version
-        assert mixed > 10
-        assert len(used) > 15
+        assert mixed > 30
+        assert len(used) > 50
         assert used <= set(engine.first_token_at)
         times = list(engine.first_token_at.values())
         assert times == sorted(times)
