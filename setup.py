@@ -13,6 +13,7 @@ setup(
     packages=PACKAGES,
     package_data={"policy": ["py.typed", "assets/*/*"]},
     install_requires=[
+        "aiohttp>=3.13,<4",
         "apache-beam[gcp]==2.77.*",
         "flax>=0.12.8,<0.13",
         "gcsfs>=2025.9",

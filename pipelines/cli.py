@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_eval(commands)
     _add_show(commands)
     _add_learner(commands)
+    _add_serve(commands)
     _add_pubsub(commands)
     _add_launch(commands)
     args = parser.parse_args(argv)
@@ -104,6 +105,16 @@ def _add_learner(commands: Any) -> None:
     )
     parser.add_argument("--adapter", help="start from this adapter: a folder or gs:// prefix in PEFT layout")
     parser.set_defaults(handler=_learner)
+
+
+def _add_serve(commands: Any) -> None:
+    from pipelines import serving
+
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP: token ids as vLLM and SGLang do, text and chat as OpenAI does"
+    )
+    serving.add_arguments(parser)
+    parser.set_defaults(handler=serving.run)
 
 
 def _add_pubsub(commands: Any) -> None:

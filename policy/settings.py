@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from policy.client import check_stop, check_truncation, truncates
 
@@ -16,6 +17,19 @@ class Backend(StrEnum):
     """The model, in this process."""
     SIMULATED = "simulated"
     """Random tokens without a model, to measure everything else."""
+    REMOTE = "remote"
+    """Inference servers, over HTTP."""
+
+
+class Dialect(StrEnum):
+    """What the servers of the backend `remote` speak (policy.remote)."""
+
+    VLLM = "vllm"
+    """vLLM's token-in, token-out endpoint. `headrace serve` speaks all three."""
+    SGLANG = "sglang"
+    """SGLang's own endpoint."""
+    COMPLETIONS = "completions"
+    """OpenAI's /v1/completions of a server that takes and returns token ids."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +37,11 @@ class SamplingSettings:
     """Section `sampling` of the run file."""
 
     backend: Backend = Backend.ENGINE
-    """`engine` (the model) or `simulated` (random tokens, for benchmarks of the machinery)."""
+    """`engine` (the model), `remote` (inference servers) or `simulated` (random tokens, for benchmarks of the
+    machinery)."""
     slots: int = 48
-    """Episodes whose key/value cache a worker process holds at once; more wait their turn. Memory grows with it."""
+    """Episodes whose key/value cache a worker process holds at once; more wait their turn. Memory grows with it. With
+    the backend `remote`: turns that a worker process asks for at once."""
     small_batch: int = 16
     """While no more requests than this are decoding, a smaller compiled shape decodes them; 0 for one shape only."""
     temperature: float = 1.0
@@ -54,6 +70,25 @@ class SamplingSettings:
     steps_per_call: int = 1
     """Tokens each request draws between two looks at joins, leaves and new adapters. More of them only pay where a call
     costs more than its arithmetic; a request that ends within a call wastes the rest."""
+    servers: tuple[str, ...] = ()
+    """Addresses of the backend `remote`, such as http://10.0.0.5:8000. An episode stays with one of them, for the sake
+    of its prefix cache, as long as that can be reached."""
+    dialect: Dialect = Dialect.VLLM
+    """What the servers speak: `vllm`, `sglang` or `completions`. `headrace serve` speaks each of them."""
+    served_model: str = ""
+    """The base model's name at the servers. Empty: the first that they list."""
+    server_storage: str = ""
+    """The run's storage as the servers reach it, such as the folder where they mount its bucket. Empty: as the workers
+    do. Adapters are loaded from there."""
+    api_key_env: str = ""
+    """Environment variable that holds the servers' API key, in every worker. The key itself stands in no run file."""
+    connect_timeout_s: float = 10.0
+    """Seconds to reach a server."""
+    request_timeout_s: float = 600.0
+    """Seconds for one turn at a server, its wait for a slot there included; also for loading an adapter."""
+    request_retries: int = 6
+    """Tries after the first, where a server cannot be reached or is overloaded. The pauses between them double from a
+    quarter second to 8 s."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_tokens", "prefill_chunk", "extend_rows", "extend_chunk", "steps_per_call"):
@@ -68,6 +103,7 @@ class SamplingSettings:
             )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"sampling.temperature must be 0 (greedy) or more, found {self.temperature}")
+        self._check_servers()
         check_truncation(self.top_k, self.top_p, self.min_p, "sampling.")
         check_stop(self.stop, "sampling.")
         if self.max_kept < 0:
@@ -87,6 +123,26 @@ class SamplingSettings:
     def truncates(self) -> bool:
         """Whether training episodes draw from less than the whole vocabulary."""
         return truncates(self.top_k, self.top_p, self.min_p)
+
+    def _check_servers(self) -> None:
+        for address in self.servers:
+            parts = urlsplit(address)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise ValueError(f"sampling.servers must hold addresses like http://host:8000, found {address!r}")
+            if parts.username or parts.password:
+                raise ValueError(
+                    f"sampling.servers must hold no user or password, found some for {parts.hostname}: put the key "
+                    "into an environment variable and its name into sampling.api_key_env"
+                )
+        if len(set(self.servers)) != len(self.servers):
+            raise ValueError(f"sampling.servers must hold each address once, found {list(self.servers)}")
+        if self.backend is Backend.REMOTE and not self.servers:
+            raise ValueError('sampling.servers must hold an address with backend = "remote", found none')
+        for name in ("connect_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"sampling.{name} must be more than 0 seconds, found {getattr(self, name)}")
+        if self.request_retries < 0:
+            raise ValueError(f"sampling.request_retries must be 0 or more, found {self.request_retries}")
 
     @property
     def segments(self) -> tuple[int, ...]:

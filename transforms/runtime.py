@@ -7,6 +7,7 @@ nothing here blocks Beam's thread: the model is loaded and compiled in the backg
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -17,15 +18,16 @@ from environments.environment import load_environment
 from environments.orchestrator import RolloutOrchestrator
 from policy.adapters import AdapterStore, LatestAdapter
 from policy.chat import load_chat
-from policy.client import SamplingClient, SamplingParams
+from policy.client import PolicyError, SamplingClient, SamplingParams
 from policy.engine import Engine
 from policy.lora import Adapter, init_adapter
+from policy.remote import RemotePolicy
 from policy.settings import Backend
 from policy.simulated import SimulatedPolicy
 from policy.transformer import ModelConfig
 from policy.weights import load_model
 from trajectories.schema import Task, Version
-from trajectories.storage import open_storage
+from trajectories.storage import Storage, open_storage
 from transforms.adapters import AdapterFollower
 from transforms.episodes import Runtime
 from transforms.heartbeats import Heartbeats, PolicyState
@@ -68,7 +70,7 @@ def close_runtimes(timeout_s: float) -> None:
 
 
 class Policy(SamplingClient, Protocol):
-    """A sampling client that lives in this process and changes versions."""
+    """A sampling client that changes versions."""
 
     @property
     def version(self) -> Version: ...
@@ -78,8 +80,6 @@ class Policy(SamplingClient, Protocol):
 
     @property
     def first_token_at(self) -> Mapping[Version, float]: ...
-
-    def swap(self, adapter: Adapter | None, version: Version) -> None: ...
 
     def close(self) -> None: ...
 
@@ -192,19 +192,45 @@ def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
             max_context=settings.max_context,
             slots=settings.slots,
         )
-        # Only latest.json is read, so any model will do.
-        store = AdapterStore(storage, ModelConfig(chat.vocab_size, 1, 2, 1, 1, 2, 2), spec.lora)
+        store = _latest_only(storage, chat.vocab_size, spec)
         return policy, AdapterFollower(store.latest, lambda _: None, policy.swap, spec.rollouts.adapter_poll_s)
+    if settings.backend is Backend.REMOTE:
+        return _open_remote(spec, storage)
     model = load_model(spec.model)
     store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
     # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
     base = init_adapter(model.config, spec.lora, spec.seed)
-    policy = Engine(model.config, model.params, base, BASE, settings, spec.lora.scale)
+    policy = Engine(model.config, model.weights, base, BASE, settings, spec.lora.scale)
 
     def load(found: LatestAdapter) -> Adapter:
         return store.load(found.version, sha256=found.sha256)
 
     return policy, AdapterFollower(store.latest, load, policy.swap, spec.rollouts.adapter_poll_s)
+
+
+def _open_remote(spec: RolloutSpec, storage: Storage) -> tuple[Policy, AdapterFollower]:
+    """No weights are in this process: the servers are told where each adapter lies. Raises PolicyError."""
+    settings = spec.sampling
+    key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
+    if settings.api_key_env and not key:
+        raise PolicyError(
+            f"the environment variable {settings.api_key_env}, which sampling.api_key_env names, is not set in this "
+            "worker: set it to the servers' API key, or leave the setting out"
+        )
+    vocab_size = load_chat(spec.model.path).vocab_size
+    policy = RemotePolicy(settings, spec.run_id, vocab_size, version=BASE, api_key=key)
+    seen_by_servers = (settings.server_storage or storage.url).rstrip("/")
+
+    def swap(_: Adapter | None, version: Version) -> None:
+        policy.swap(f"{seen_by_servers}/adapters/{version}", version)
+
+    store = _latest_only(storage, vocab_size, spec)
+    return policy, AdapterFollower(store.latest, lambda _: None, swap, spec.rollouts.adapter_poll_s)
+
+
+def _latest_only(storage: Storage, vocab_size: int, spec: RolloutSpec) -> AdapterStore:
+    """A store of which only `latest` is asked, so that any model will do."""
+    return AdapterStore(storage, ModelConfig(vocab_size, 1, 2, 1, 1, 2, 2), spec.lora)
 
 
 _RUNTIMES: dict[str, RolloutRuntime] = {}

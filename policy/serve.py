@@ -1,0 +1,794 @@
+"""The project's own engine behind the HTTP APIs that `policy.remote` speaks, and a chat API for people.
+
+    POST /inference/v1/generate    token ids, as vLLM's
+    POST /generate                 token ids, as SGLang's
+    POST /v1/completions           token ids or text, as OpenAI's
+    POST /v1/chat/completions      messages and tools, by the model's own chat format
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter, /load_lora_adapter, /unload_lora_adapter
+    GET  /health, /v1/models, /metrics
+
+Invariants: a request is answered by the version it names, whole, or refused; a request whose client has gone gives its
+slot back; nothing that a client sends ends the server, and what it refuses says what, where and how to mend it.
+
+The engine holds one adapter. Loading another puts it in force: requests that name the new one wait, those that name the
+old one may end for a moment, then they are refused with 409. A request that names no model is sampled by whatever is in
+force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import itertools
+import json
+import logging
+import math
+import secrets
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from policy.adapters import AdapterStore, BadAdapter, load_peft
+from policy.chat import ChatFormat, ChatFormatError, Message, ToolCall, load_chat
+from policy.client import Completion, FinishReason, PolicyError, SamplingParams
+from policy.engine import Engine
+from policy.lora import Adapter, LoraSettings, zero_adapter
+from policy.settings import SamplingSettings
+from policy.transformer import ModelConfig
+from policy.weights import ModelSettings, load_model
+from trajectories.schema import Version
+from trajectories.storage import StorageError, open_storage
+
+log = logging.getLogger(__name__)
+
+BASE = Version(0, 0)
+REMEMBERED_ADAPTERS = 256
+SWAP_S = 60.0
+"""Most seconds for the engine to take an adapter over: one call of it."""
+STOP_S = 2.0
+"""Seconds for connections to end when the server does."""
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What `headrace serve` is told beside the model."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free one."""
+    adapter: str = ""
+    """Folder or gs:// prefix of the adapter to begin with."""
+    adapter_roots: tuple[str, ...] = ()
+    """Folders and gs:// prefixes below which clients may have adapters loaded."""
+    follow: str = ""
+    """Storage of a run whose newest adapter is always in force."""
+    follow_poll_s: float = 1.0
+    api_key: str = ""
+    """What clients must send as a bearer token; empty: nothing."""
+    max_body_bytes: int = 8 << 20
+    drain_s: float = 5.0
+    """Most seconds that an adapter waits for requests that name the one before it."""
+
+
+class Refused(Exception):
+    """A request that is not answered, and the HTTP status that says so."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An adapter that was loaded: the engine's version of it, and where it came from."""
+
+    version: Version
+    url: str
+
+
+class ServedPolicy:
+    """One engine, and the names of the adapters that it had. All calls on one event loop."""
+
+    def __init__(self, name: str, engine: Engine, config: ModelConfig, lora: LoraSettings, settings: ServeSettings):
+        """`engine` must sample with the base, as version `BASE`, of an adapter of `lora`'s shapes."""
+        self.name, self.engine = name, engine
+        self.vocab_size = config.vocab_size
+        self._config, self._lora, self._settings = config, lora, settings
+        self._roots = [*settings.adapter_roots, *filter(None, [settings.adapter, settings.follow])]
+        self._base = zero_adapter(config, lora)
+        self._known: dict[str, _Known] = {}
+        self._contents: dict[str, Version] = {}
+        """SHA-256 of an adapter's values -> the engine's version of it: one adapter may have several names."""
+        self._versions = (Version(number, 0) for number in itertools.count(1))
+        self._sessions = itertools.count()
+        self._in_force = ("", BASE)
+        """Name and version."""
+        self._coming: Version | None = None
+        self._using: Counter[Version] = Counter()
+        """Requests under way that named the version."""
+        self._swapping = asyncio.Lock()
+        self.began = time.monotonic()
+        self.answered: Counter[str] = Counter()
+        """Requests by how they ended."""
+
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter in force; empty: the base model."""
+        return self._in_force[0]
+
+    @property
+    def adapter_url(self) -> str:
+        known = self._known.get(self.adapter)
+        return known.url if known else ""
+
+    @property
+    def adapters_known(self) -> int:
+        return len(self._known)
+
+    async def sample(self, model: str, ids: Sequence[int], params: SamplingParams) -> Completion:
+        """A completion by `model` (empty: whatever is in force). Raises Refused."""
+        named = self._named(model)
+        if named is not None:
+            self._using[named] += 1
+        session = f"http/{next(self._sessions)}"
+        try:
+            return await self.engine.sample(session, ids, params, version=named)
+        except PolicyError as error:
+            if named is not None and named not in (self._in_force[1], self._coming):
+                raise Refused(409, self._not_in_force(model)) from error
+            # The engine is closed, or a call of it failed and the next may not.
+            raise Refused(503, str(error)) from error
+        finally:
+            self.engine.close_session(session)
+            if named is not None:
+                self._using[named] -= 1
+
+    def _named(self, model: str) -> Version | None:
+        if not model:
+            return None
+        known = self._known.get(model)
+        if model != self.name and known is None:
+            raise Refused(
+                404,
+                f"model {model!r} is not served here: name {self.name!r} or an adapter that was loaded"
+                f"{f' ({self.adapter!r} is in force)' if self.adapter else ''}, or leave `model` out",
+            )
+        version = BASE if known is None else known.version
+        if version not in (self._in_force[1], self._coming):
+            raise Refused(409, self._not_in_force(model))
+        return version
+
+    def _not_in_force(self, model: str) -> str:
+        return (
+            f"model {model!r} is not in force, {self.adapter or self.name!r} is; the engine holds one adapter at a "
+            "time: load that one again, unload the present one for the base model, or name no model"
+        )
+
+    async def load(self, name: str, url: str) -> None:
+        """Put the adapter in the folder `url` in force, as `name`. Raises Refused."""
+        if not name or name == self.name:
+            raise Refused(400, f"lora_name must be a name of its own, found {name!r}")
+        if not _below(url, self._roots):
+            allowed = ", ".join(self._roots) or "nowhere: start the server with --adapters FOLDER"
+            raise Refused(403, f"adapters may be loaded from below {allowed}; found {url!r}")
+        async with self._swapping:
+            try:
+                adapter, digest = await asyncio.to_thread(self._read, url)
+            except (BadAdapter, StorageError, ValueError) as error:
+                raise Refused(400, f"{url} holds no adapter for this server: {error}") from error
+            known = self._known.get(name)
+            version = self._contents.get(digest)
+            if known is not None and known.version != version:
+                raise Refused(400, f"{name!r} was loaded with other contents; a name keeps its meaning, take a new one")
+            if version is None:
+                version = self._contents[digest] = next(self._versions)
+            self._known[name] = _Known(version, url)
+            self._forget_old()
+            await self._put_in_force(name, version, adapter)
+
+    async def unload(self, name: str) -> None:
+        """Forget the name; if it is in force, the base is from now on. Raises Refused."""
+        async with self._swapping:
+            if name not in self._known:
+                raise Refused(404, f"adapter {name!r} is not loaded here")
+            if name == self.adapter:
+                await self._put_in_force("", BASE, self._base)
+            del self._known[name]
+
+    async def follow(self) -> None:
+        """Keep the newest adapter of the run in force, for ever."""
+        storage = open_storage(self._settings.follow)
+        store = AdapterStore(storage, self._config, self._lora)
+        seen, complained = None, ""
+        while True:
+            try:
+                latest = await asyncio.to_thread(store.latest)
+                if latest is not None and latest != seen:
+                    await self.load(f"followed-{latest.version}", storage.join(f"adapters/{latest.version}").url)
+                    log.info("adapter %s is in force", latest.version)
+                    seen, complained = latest, ""
+            except (BadAdapter, StorageError, Refused) as error:
+                if str(error) != complained:
+                    log.warning("the adapter in force stays: %s", error)
+                    complained = str(error)
+            await asyncio.sleep(self._settings.follow_poll_s)
+
+    def _read(self, url: str) -> tuple[Adapter, str]:
+        """The adapter in the engine's shapes, and the SHA-256 of its values."""
+        adapter, lora = load_peft(open_storage(url), self._config)
+        fitted = fit(adapter, lora.scale, self._base, self._lora.scale)
+        digest = hashlib.sha256()
+        for target in sorted(fitted):
+            for part in ("a", "b"):
+                digest.update(fitted[target][part].tobytes())
+        return fitted, digest.hexdigest()
+
+    async def _put_in_force(self, name: str, version: Version, adapter: Adapter) -> None:
+        """Let the requests that name the version before end, for a while, then swap."""
+        if version != self._in_force[1]:
+            self._coming = version
+            try:
+                deadline = time.monotonic() + self._settings.drain_s
+                while self._using[self._in_force[1]] and time.monotonic() < deadline:
+                    await asyncio.sleep(0.005)
+                await asyncio.to_thread(self.engine.swap, adapter, version)
+                deadline = time.monotonic() + SWAP_S
+                while self.engine.version != version:
+                    if time.monotonic() > deadline:
+                        raise Refused(503, f"the engine did not take {name!r} over within {SWAP_S:.0f} s")
+                    await asyncio.sleep(0.002)
+            finally:
+                self._coming = None
+        self._in_force = (name, version)
+
+    def _forget_old(self) -> None:
+        for name in list(self._known)[:-REMEMBERED_ADAPTERS]:
+            if name != self.adapter:
+                del self._known[name]
+        for digest in list(self._contents)[:-REMEMBERED_ADAPTERS]:
+            del self._contents[digest]
+
+
+def fit(adapter: Adapter, scale: float, like: Adapter, like_scale: float) -> Adapter:
+    """`adapter` in the shapes of `like`: (x a b) scale stays what it is. Raises ValueError if its rank is higher or it
+    has a target that `like` lacks."""
+    fitted: Adapter = {}
+    for target in adapter.keys() - like.keys():
+        raise ValueError(f"it adapts {target}; this server's engine was compiled for {', '.join(sorted(like))}")
+    for target, parts in like.items():
+        a, b = np.zeros(parts["a"].shape, np.float32), np.zeros(parts["b"].shape, np.float32)
+        if target in adapter:
+            rank, most = adapter[target]["a"].shape[-1], a.shape[-1]
+            if rank > most:
+                raise ValueError(f"its rank is {rank}; this server's engine was compiled for {most} at most")
+            a[..., :rank] = adapter[target]["a"]
+            b[:, :rank] = adapter[target]["b"] if scale == like_scale else adapter[target]["b"] * (scale / like_scale)
+        fitted[target] = {"a": a, "b": b}
+    return fitted
+
+
+def _below(url: str, roots: Sequence[str]) -> bool:
+    """Whether `url` is one of the roots or lies below one, with no way out through links or `..`."""
+    for root in roots:
+        if root.startswith("gs://") or url.startswith("gs://"):
+            parts, inside = url.split("/"), root.rstrip("/").split("/")
+            if parts[: len(inside)] == inside and not {".", ".."} & set(parts):
+                return True
+        elif Path(url).resolve().is_relative_to(Path(root).resolve()):
+            return True
+    return False
+
+
+# The HTTP side.
+
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "stream": (False,),
+    "use_beam_search": (False,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "response_format": ({"type": "text"},),
+}
+"""What would change the tokens and cannot be done here -> the values that ask for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How one API calls what they all have."""
+
+    max_tokens: tuple[str, ...] = ("max_tokens",)
+    seed: str = "seed"
+    default_tokens: int = 16
+
+
+_VLLM_NAMES = _Names(default_tokens=1 << 30)
+_SGLANG_NAMES = _Names(("max_new_tokens",), "sampling_seed", 128)
+_COMPLETION_NAMES = _Names()
+_CHAT_NAMES = _Names(("max_completion_tokens", "max_tokens"), default_tokens=1 << 30)
+
+
+class Api:
+    """The handlers."""
+
+    def __init__(self, policy: ServedPolicy, chat: ChatFormat, settings: ServeSettings) -> None:
+        self._policy, self._chat, self._settings = policy, chat, settings
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._guard])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/inference/v1/generate", self._vllm)
+        app.router.add_post("/generate", self._sglang)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        for prefix in ("", "/v1"):
+            app.router.add_post(f"{prefix}/load_lora_adapter", self._load)
+            app.router.add_post(f"{prefix}/unload_lora_adapter", self._unload)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """The key, the counters, and every refusal as JSON."""
+        counts = self._policy.answered
+        try:
+            if self._settings.api_key and request.path != "/health":
+                given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+                if not hmac.compare_digest(given.encode(), self._settings.api_key.encode()):
+                    raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`")
+            response: web.StreamResponse = await handler(request)
+        except asyncio.CancelledError:
+            counts["cancelled"] += 1
+            raise
+        except Refused as error:
+            counts["refused"] += 1
+            return _error(error.status, str(error))
+        except web.HTTPException as error:
+            counts["refused"] += 1
+            return _error(error.status, self._explained(error, request))
+        except Exception as error:
+            counts["failed"] += 1
+            log.exception("a request for %s failed", request.path)
+            return _error(500, f"the server failed: {type(error).__name__}: {error}")
+        counts["answered"] += 1
+        return response
+
+    def _explained(self, error: web.HTTPException, request: web.Request) -> str:
+        if error.status == 413:
+            return f"the body is larger than {self._settings.max_body_bytes} bytes: shorten the prompt"
+        if error.status == 404:
+            paths = sorted({resource.canonical for resource in request.app.router.resources()})
+            return f"there is no {request.path}; there is {', '.join(paths)}"
+        return f"{error.reason}: {request.method} {request.path}"
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        """The base model, and the adapter in force if there is one."""
+        policy = self._policy
+        card = {"object": "model", "owned_by": "headrace", "max_model_len": policy.engine.max_context}
+        cards = [{**card, "id": policy.name, "root": policy.name, "in_force": not policy.adapter}]
+        if policy.adapter:
+            cards.append(
+                {**card, "id": policy.adapter, "root": policy.adapter_url, "parent": policy.name, "in_force": True}
+            )
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        policy, engine = self._policy, self._policy.engine
+        return web.json_response(
+            {
+                "model": policy.name,
+                "adapter": policy.adapter,
+                "adapters_known": policy.adapters_known,
+                "uptime_s": round(time.monotonic() - policy.began, 3),
+                "requests": dict(policy.answered),
+                **{
+                    name: getattr(engine, name)
+                    for name in (
+                        "slots",
+                        "running",
+                        "queued",
+                        "tokens_sampled",
+                        "tokens_prefilled",
+                        "prefill_reused",
+                        "prefill_calls",
+                        "decode_calls",
+                        "evictions",
+                        "failures",
+                    )
+                },
+            }
+        )
+
+    async def _vllm(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        fields = _table(body.get("sampling_params"), "sampling_params")
+        _supported(body)
+        ids = self._ids(body.get("token_ids"), "token_ids")
+        params = self._params(fields, _VLLM_NAMES, "sampling_params.")
+        completion = await self._policy.sample(_model(body, "model"), ids, params)
+        tokens, logprobs = completion.token_ids_N.tolist(), completion.logprobs_N.tolist()
+        entries = [{"token_id": t, "logprob": p, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]
+        choice = {
+            "index": 0,
+            "token_ids": tokens,
+            "finish_reason": _finish(completion),
+            "stop_reason": _stopped_at(completion, params),
+            "logprobs": {"content": entries},
+            **_kept(completion, "sampling_mask"),
+        }
+        return web.json_response(
+            {
+                "request_id": str(body.get("request_id") or f"generate-{secrets.token_hex(8)}"),
+                "created": int(time.time()),
+                "model": _model(body, "model") or self._policy.adapter or self._policy.name,
+                "choices": [choice],
+                "usage": _usage(ids, tokens),
+            }
+        )
+
+    async def _sglang(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        fields = _table(body.get("sampling_params"), "sampling_params")
+        _supported(body)
+        if body.get("input_ids") is None:
+            ids = self._encoded(body.get("text"), "text")
+        else:
+            ids = self._ids(body["input_ids"], "input_ids")
+        params = self._params(fields, _SGLANG_NAMES, "sampling_params.")
+        # Without an adapter's name it is the base model that is asked for.
+        completion = await self._policy.sample(_model(body, "lora_path") or self._policy.name, ids, params)
+        tokens, logprobs = completion.token_ids_N.tolist(), completion.logprobs_N.tolist()
+        kind = _finish(completion)
+        finish = {"type": kind, **({"length": len(tokens)} if kind == "length" else {})}
+        if (matched := _stopped_at(completion, params)) is not None:
+            finish["matched"] = matched
+        meta = {
+            "id": str(body.get("rid") or secrets.token_hex(16)),
+            "finish_reason": finish,
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(tokens),
+            "output_token_logprobs": [[p, t, None] for t, p in zip(tokens, logprobs, strict=True)],
+            **_kept(completion, "output_token_sampling_mask"),
+            **({"output_token_sampling_logprobs": logprobs} if completion.kept_ids else {}),
+        }
+        return web.json_response({"text": self._chat.decode(tokens), "output_ids": tokens, "meta_info": meta})
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        _supported(body)
+        prompt = body.get("prompt")
+        ids = self._encoded(prompt, "prompt") if isinstance(prompt, str) else self._ids(prompt, "prompt")
+        params = self._params(body, _COMPLETION_NAMES, "")
+        completion = await self._policy.sample(_model(body, "model"), ids, params)
+        tokens = completion.token_ids_N.tolist()
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": self._chat.decode(tokens),
+            "finish_reason": _finish(completion),
+            "stop_reason": _stopped_at(completion, params),
+            "logprobs": None,
+        }
+        if body.get("return_token_ids"):
+            choice["token_ids"] = tokens
+        if body.get("logprobs") is not None:
+            spelled = bool(body.get("return_tokens_as_token_ids"))
+            choice["logprobs"] = {
+                "tokens": [f"token_id:{token}" if spelled else self._chat.decode([token]) for token in tokens],
+                "token_logprobs": completion.logprobs_N.tolist(),
+                "top_logprobs": None,
+            }
+        return web.json_response(
+            {
+                "id": f"cmpl-{secrets.token_hex(8)}",
+                "object": "text_completion",
+                "created": int(time.time()),
+                "model": _model(body, "model") or self._policy.adapter or self._policy.name,
+                "choices": [choice],
+                "usage": _usage(ids, tokens),
+            }
+        )
+
+    async def _chat_completions(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        _supported(body)
+        tools = body.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise Refused(400, 'tools must be a list of objects like {"type": "function", "function": {...}}')
+        try:
+            ids = self._ids(self._chat.prompt(_messages(body.get("messages")), tools), "messages")
+        except ChatFormatError as error:
+            raise Refused(400, f"the messages cannot be rendered: {error}") from error
+        params = self._params(body, _CHAT_NAMES, "")
+        completion = await self._policy.sample(_model(body, "model"), ids, params)
+        tokens = completion.token_ids_N.tolist()
+        action = self._chat.parse(tokens, completion.finish_reason)
+        calls = [
+            {
+                "id": f"call-{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+            }
+            for call in action.tool_calls
+            if call.arguments is not None
+        ]
+        message = {"role": "assistant", "content": action.text, **({"tool_calls": calls} if calls else {})}
+        finish = "tool_calls" if calls and action.finished else _finish(completion)
+        return web.json_response(
+            {
+                "id": f"chatcmpl-{secrets.token_hex(8)}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": _model(body, "model") or self._policy.adapter or self._policy.name,
+                "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+                "usage": _usage(ids, tokens),
+            }
+        )
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        name, url = _text(body, "lora_name"), _text(body, "lora_path")
+        await self._policy.load(name, url)
+        return web.json_response({"success": True, "loaded_adapters": {self._policy.adapter: url}})
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        await self._policy.unload(_text(body, "lora_name"))
+        return web.json_response({"success": True})
+
+    # Reading requests.
+
+    def _encoded(self, text: Any, where: str) -> list[int]:
+        if not isinstance(text, str):
+            raise Refused(400, f"{where} must be one text or one list of token ids, found {_shown(text)}")
+        return self._ids(self._chat.encode(text), where)
+
+    def _ids(self, ids: Any, where: str) -> list[int]:
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            raise Refused(400, f"{where} must be one flat list of at least one token id, found {_shown(ids)}")
+        if len(ids) >= self._policy.engine.max_context:
+            raise Refused(
+                400,
+                f"{where} has {len(ids)} tokens, the context holds {self._policy.engine.max_context} with at least one "
+                "to sample: shorten it, or start the server with a larger sampling.max_context",
+            )
+        wrong = next((token for token in ids if not 0 <= token < self._policy.vocab_size), None)
+        if wrong is not None:
+            raise Refused(400, f"{where} must hold ids from 0 to {self._policy.vocab_size - 1}, found {wrong}")
+        return ids
+
+    def _params(self, fields: Mapping[str, Any], names: _Names, where: str) -> SamplingParams:
+        _supported(fields)
+        max_tokens = next((fields[n] for n in names.max_tokens if fields.get(n) is not None), names.default_tokens)
+        seed = fields.get(names.seed)
+        stop = fields.get("stop") or []
+        stop_ids = fields.get("stop_token_ids") or []
+        if not isinstance(stop_ids, list):
+            raise Refused(400, f"{where}stop_token_ids must be a list, found {_shown(stop_ids)}")
+        ids = [_integer(token, where + "stop_token_ids") for token in stop_ids]
+        if not fields.get("ignore_eos"):
+            ids += self._chat.stop_token_ids
+        strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
+        if strings is None or not all(isinstance(text, str) for text in strings):
+            raise Refused(400, f"{where}stop must be a text or a list of texts, found {_shown(stop)}")
+        try:
+            return SamplingParams(
+                temperature=_real(fields, "temperature", 1.0, where),
+                max_tokens=_integer(max_tokens, where + names.max_tokens[0]),
+                stop_token_ids=tuple(dict.fromkeys(ids)),
+                seed=secrets.randbits(63) if seed is None else _integer(seed, where + names.seed),
+                top_k=max(0, _integer(fields.get("top_k") or 0, where + "top_k")),
+                top_p=_real(fields, "top_p", 1.0, where),
+                min_p=_real(fields, "min_p", 0.0, where),
+                stop=strings,
+            )
+        except ValueError as error:
+            raise Refused(400, f"{where}{error}") from error
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.text())
+    except (ValueError, RecursionError, LookupError) as error:
+        raise Refused(400, f"the body of {request.path} is no JSON: {error}; send an object") from error
+    return _table(body, "the body")
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Refused(400, f"{where} must be a JSON object, found {_shown(value)}")
+    return value
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refused(400, f"{name} must be a text, found {_shown(value)}")
+    return value
+
+
+def _model(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name) or ""
+    if not isinstance(value, str):
+        raise Refused(400, f"{name} must be a text, found {_shown(value)}")
+    return value
+
+
+def _integer(value: Any, where: str) -> int:
+    if type(value) is not int:
+        raise Refused(400, f"{where} must be a whole number, found {_shown(value)}")
+    return value
+
+
+def _real(fields: Mapping[str, Any], name: str, default: float, where: str) -> float:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise Refused(400, f"{where}{name} must be a number, found {_shown(value)}")
+    return float(value)
+
+
+def _supported(fields: Mapping[str, Any]) -> None:
+    for name, neutral in _UNSUPPORTED.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            raise Refused(400, f"{name} = {_shown(value)} cannot be done by this server: leave {name} out")
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise Refused(400, f"messages must be a list of at least one message, found {_shown(value)}")
+    return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+def _message(item: Any, where: str) -> Message:
+    fields = _table(item, where)
+    content = fields.get("content") or ""
+    if isinstance(content, list):
+        parts = [_table(part, f"{where}.content") for part in content]
+        if any(part.get("type") != "text" for part in parts):
+            raise Refused(400, f"{where}.content must be text: this server reads nothing else")
+        content = "".join(str(part.get("text", "")) for part in parts)
+    role, name = fields.get("role"), fields.get("name") or ""
+    if not (isinstance(content, str) and isinstance(role, str) and isinstance(name, str)):
+        raise Refused(400, f"{where} must have a role and a content that are texts, found {_shown(item)}")
+    calls = []
+    for call in fields.get("tool_calls") or []:
+        function = _table(_table(call, f"{where}.tool_calls").get("function"), f"{where}.tool_calls.function")
+        arguments = function.get("arguments") or "{}"
+        try:
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError as error:
+            raise Refused(400, f"{where}.tool_calls: the arguments are no JSON: {error}") from error
+        calls.append(ToolCall(_text(function, "name"), _table(parsed, f"{where}.tool_calls.function.arguments")))
+    return Message(role, content, tuple(calls), name)
+
+
+def _shown(value: Any) -> str:
+    """For an error: short, whatever it is."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _finish(completion: Completion) -> str:
+    return "stop" if completion.finish_reason is FinishReason.STOP else "length"
+
+
+def _stopped_at(completion: Completion, params: SamplingParams) -> int | None:
+    """The stop token that ended the completion."""
+    last = int(completion.token_ids_N[-1]) if len(completion.token_ids_N) else None
+    return last if last in params.stop_token_ids else None
+
+
+def _kept(completion: Completion, name: str) -> dict[str, list[list[int]]]:
+    return {name: [ids.tolist() for ids in completion.kept_ids]} if completion.kept_ids else {}
+
+
+def _usage(prompt: Sequence[int], sampled: Sequence[int]) -> dict[str, int]:
+    total = len(prompt) + len(sampled)
+    return {"prompt_tokens": len(prompt), "completion_tokens": len(sampled), "total_tokens": total}
+
+
+def _error(status: int, reason: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({"error": {"message": reason, "type": kind, "code": status}}, status=status)
+
+
+# The process.
+
+
+def build_engine(
+    model: ModelSettings, lora: LoraSettings | None, sampling: SamplingSettings, settings: ServeSettings
+) -> tuple[str, Engine, ModelConfig, LoraSettings]:
+    """The model's name, an engine that samples with it, and what adapters it takes.
+
+    Without `lora` the adapter to begin with decides, else the run that is followed, else the defaults.
+    """
+    loaded = load_model(model)
+    if lora is None and settings.adapter:
+        lora = load_peft(open_storage(settings.adapter), loaded.config)[1]
+    if lora is None and settings.follow:
+        storage = open_storage(settings.follow)
+        latest = AdapterStore(storage, loaded.config, LoraSettings()).latest()
+        if latest is not None:
+            lora = load_peft(storage.join(f"adapters/{latest.version}"), loaded.config)[1]
+    lora = lora or LoraSettings()
+    base = zero_adapter(loaded.config, lora)
+    engine = Engine(loaded.config, loaded.params, base, BASE, sampling, lora.scale)
+    return loaded.name, engine, loaded.config, lora
+
+
+def serve(
+    model: ModelSettings,
+    lora: LoraSettings | None,
+    sampling: SamplingSettings,
+    settings: ServeSettings,
+    ready: Callable[[str], None],
+) -> None:
+    """Load the model, answer until SIGTERM or Ctrl-C. `ready` is told the address once requests are answered.
+
+    Raises ModelError, BadAdapter or OSError (the port) before that.
+    """
+    chat = load_chat(model.path)
+    name, engine, config, lora = build_engine(model, lora, sampling, settings)
+    try:
+        asyncio.run(_serve(ServedPolicy(name, engine, config, lora, settings), chat, settings, ready))
+    finally:
+        engine.close()
+
+
+async def _serve(policy: ServedPolicy, chat: ChatFormat, settings: ServeSettings, ready: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if settings.adapter:
+        try:
+            await policy.load("adapter", settings.adapter)
+        except Refused as error:
+            raise BadAdapter(str(error)) from error
+    following = asyncio.create_task(policy.follow()) if settings.follow else None
+    app = Api(policy, chat, settings).application()
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        ready(f"http://{host}:{runner.addresses[0][1]}")
+        await stop.wait()
+    finally:
+        if following is not None:
+            following.cancel()
+        # Requests under way fail now, and not when the connections are cut.
+        await asyncio.to_thread(policy.engine.close)
+        await runner.cleanup()

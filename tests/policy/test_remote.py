@@ -1,0 +1,559 @@
+"""Remote servers: a real `headrace serve` process in each dialect, and servers that misbehave in ways ours does not."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from environments.calculator import Calculator
+from environments.environment import EnvironmentSettings
+from environments.orchestrator import RolloutOrchestrator
+from policy import remote
+from policy.chat import load_chat
+from policy.client import FinishReason, PolicyError, SamplingParams
+from policy.files import CALCULATOR_TINY
+from policy.lora import zero_adapter
+from policy.remote import RemotePolicy
+from policy.serve import BASE, ServeSettings, build_engine
+from policy.settings import Backend, Dialect, SamplingSettings
+from policy.weights import ModelSettings, load_model
+from tests.policy.server import LORA, MAX_CONTEXT, Server, make_adapter, publish, roomy_model, serving
+from trajectories.schema import Kind, Status, Task, Version, VersionSpan
+
+CHAT = load_chat(CALCULATOR_TINY)
+SETTINGS = SamplingSettings(slots=8, small_batch=0, max_context=MAX_CONTEXT)
+V1, V2 = Version(1, 1), Version(2, 1)
+
+
+def prompt(text="12+34"):
+    return [CHAT.ids["<q>"], *CHAT.encode(text), CHAT.ids["</q>"]]
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 240))
+
+
+@contextlib.contextmanager
+def connected(*addresses, dialect=Dialect.VLLM, api_key="", **changes):
+    settings = dataclasses.replace(
+        SETTINGS, backend=Backend.REMOTE, servers=tuple(addresses), dialect=dialect, **changes
+    )
+    policy = RemotePolicy(settings, "test", CHAT.vocab_size, version=BASE, api_key=api_key)
+    try:
+        yield policy
+    finally:
+        policy.close()
+
+
+def ask(policy, ids=None, session="s", version=None, **params):
+    return run(policy.sample(session, prompt() if ids is None else ids, SamplingParams(**params), version=version))
+
+
+def metrics(server):
+    with urllib.request.urlopen(f"{server.address}/metrics") as response:
+        return json.load(response)
+
+
+def until(condition: Callable[[], bool], timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return roomy_model(tmp_path_factory.mktemp("models") / "roomy")
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    """The same engine in this process."""
+    _, engine, _, _ = build_engine(ModelSettings(model), LORA, SETTINGS, ServeSettings())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def config(model):
+    return load_model(ModelSettings(model)).config
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def server(model, storage):
+    with serving(model, "--port", "0", "--adapters", str(storage)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def base_in_force(request):
+    """Each test finds the base model at the server."""
+    yield
+    if "server" in request.fixturenames:
+        server = request.getfixturevalue("server")
+        if name := metrics(server)["adapter"]:
+            body = json.dumps({"lora_name": name}).encode()
+            urllib.request.urlopen(urllib.request.Request(f"{server.address}/unload_lora_adapter", body)).close()
+
+
+def sampled_here(engine, ids, **params):
+    engine_session = f"here/{np.random.default_rng().integers(1 << 60)}"
+    completion = run(engine.sample(engine_session, ids, SamplingParams(**params)))
+    engine.close_session(engine_session)
+    return completion
+
+
+def assert_same(found, expected):
+    assert found.token_ids_N.tolist() == expected.token_ids_N.tolist()
+    assert np.abs(found.logprobs_N - expected.logprobs_N).max() < 1e-5
+    assert found.finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_every_dialect_samples_what_the_engine_in_this_process_samples(dialect, server, engine):
+    stops = CHAT.stop_token_ids
+    with connected(server.address, dialect=dialect) as policy:
+        for temperature in (0.0, 0.7, 1.0):
+            for seed in range(3):
+                params = {"temperature": temperature, "seed": seed, "max_tokens": 14, "stop_token_ids": stops}
+                assert_same(ask(policy, **params), sampled_here(engine, prompt(), **params))
+        short = ask(policy, max_tokens=2, stop_token_ids=stops)
+        assert (short.finish_reason, len(short.token_ids_N)) == (FinishReason.LENGTH, 2)
+        assert short.version_spans == (VersionSpan(0, BASE),)
+        assert policy.first_token_at.keys() == {BASE}
+        assert (policy.running, policy.queued) == (0, 0)
+
+
+def test_a_context_that_fills_up_ends_the_turn(server):
+    with connected(server.address) as policy:
+        ids = (prompt("1+1") * 300)[: MAX_CONTEXT - 6]
+        cut = ask(policy, ids, max_tokens=50)
+        assert (cut.finish_reason, len(cut.token_ids_N)) == (FinishReason.CONTEXT, 6)
+        full = ask(policy, ids + cut.token_ids_N.tolist(), max_tokens=50)
+        assert (full.finish_reason, len(full.token_ids_N)) == (FinishReason.CONTEXT, 0)
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_an_adapter_is_in_force_after_the_swap(dialect, server, engine, config, storage):
+    versions = Version(1, 10 + list(Dialect).index(dialect)), Version(2, 10 + list(Dialect).index(dialect))
+    params = {"temperature": 0.0, "max_tokens": 14, "stop_token_ids": CHAT.stop_token_ids}
+    with connected(server.address, dialect=dialect) as policy:
+        before = ask(policy, **params)
+        for seed, version in enumerate(versions):
+            policy.swap(publish(storage, config, version, seed), version)
+            engine.swap(make_adapter(config, seed), version)
+            found = ask(policy, **params)
+            assert_same(found, sampled_here(engine, prompt(), **params))
+            assert found.version_spans == (VersionSpan(0, version),)
+            assert policy.version == version
+            assert found.logprobs_N.tolist() != before.logprobs_N.tolist()
+        engine.swap(zero_adapter(config, LORA), BASE)
+
+
+def test_a_pinned_version_is_waited_for_and_a_replaced_one_refused(server, config, storage):
+    with connected(server.address) as policy:
+
+        async def pinned():
+            waiting = asyncio.create_task(policy.sample("p", prompt(), SamplingParams(max_tokens=3), version=V1))
+            while not policy.queued:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(policy.swap, publish(storage, config, V1, 5), V1)
+            return await waiting
+
+        assert run(pinned()).version_spans == (VersionSpan(0, V1),)
+        policy.swap(publish(storage, config, V2, 6), V2)
+        with pytest.raises(PolicyError, match=r"409.*not in force"):
+            ask(policy, version=V1, max_tokens=3)
+
+
+def test_a_failed_swap_leaves_the_old_version_in_force(server, storage):
+    with connected(server.address) as policy:
+        with pytest.raises(PolicyError, match="holds no adapter"):
+            policy.swap(str(storage / "adapters" / "7.7"), Version(7, 7))
+        with pytest.raises(PolicyError, match=r"403.*may be loaded from below"):
+            policy.swap("/", Version(7, 7))
+        assert policy.version == BASE
+        assert len(ask(policy, max_tokens=3).token_ids_N) == 3
+
+
+def test_requests_go_on_while_adapters_change(server, config, storage):
+    versions = [Version(step, 20) for step in range(1, 6)]
+    urls = [publish(storage, config, version, 30 + version.step) for version in versions]
+    with connected(server.address) as policy:
+
+        async def everything():
+            async def episode(k):
+                found = []
+                while policy.version != versions[-1]:
+                    params = SamplingParams(max_tokens=20, seed=k)
+                    found.append(await policy.sample(f"e/{k}", prompt(f"{k}+{k}"), params))
+                return found
+
+            episodes = [asyncio.create_task(episode(k)) for k in range(12)]
+            for url, version in zip(urls, versions, strict=True):
+                await asyncio.sleep(0.2)
+                await asyncio.to_thread(policy.swap, url, version)
+            return await asyncio.gather(*episodes)
+
+        completions = [completion for found in run(everything()) for completion in found]
+    assert all(len(completion.token_ids_N) == 20 for completion in completions)
+    assert len({completion.version_spans for completion in completions}) > 1
+
+
+def test_a_cancelled_request_gives_its_slot_back(server):
+    before = metrics(server)["requests"].get("cancelled", 0)
+    with connected(server.address) as policy:
+
+        async def cancel():
+            work = [
+                asyncio.create_task(policy.sample(f"c/{k}", prompt(), SamplingParams(max_tokens=1000, seed=k)))
+                for k in range(8)
+            ]
+            while not (await asyncio.to_thread(metrics, server))["running"]:
+                await asyncio.sleep(0.001)
+            for task in work:
+                task.cancel()
+            return await asyncio.gather(*work, return_exceptions=True)
+
+        assert asyncio.CancelledError in {type(result) for result in run(cancel())}
+        until(lambda: policy.running == 0)
+        until(lambda: metrics(server)["running"] == 0)
+        assert metrics(server)["requests"]["cancelled"] > before
+
+
+def test_a_server_killed_under_requests_and_started_again(model, config, storage):
+    version = Version(3, 30)
+    url = publish(storage, config, version, 3)
+    with (
+        serving(model, "--port", "0", "--adapters", str(storage)) as first,
+        connected(first.address, request_retries=3) as policy,
+    ):
+        policy.swap(url, version)
+        expected = ask(policy, temperature=0.0, max_tokens=14)
+
+        async def under_requests():
+            work = [
+                asyncio.create_task(policy.sample(f"k/{k}", prompt(), SamplingParams(max_tokens=1000, seed=k)))
+                for k in range(8)
+            ]
+            while not policy.running:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+            await asyncio.to_thread(first.kill)
+            return await asyncio.gather(*work, return_exceptions=True)
+
+        ended = run(under_requests())
+        failed = [error for error in ended if isinstance(error, BaseException)]
+        assert failed
+        assert all(isinstance(error, PolicyError) and "could not be reached" in str(error) for error in failed)
+        second = Server(model, "--port", first.port, "--adapters", str(storage))
+        try:
+            # The new process knows no adapter; it is told of it by the first request that names it.
+            assert_same(ask(policy, temperature=0.0, max_tokens=14), expected)
+        finally:
+            second.kill()
+
+
+def test_a_whole_episode_runs_over_a_server(server):
+    settings = EnvironmentSettings(name="environments.calculator:Calculator", max_turns=4, max_concurrency=8)
+    environment = Calculator(seed=0, latency_s=0.0)
+    with connected(server.address) as policy:
+
+        async def episodes():
+            orchestrator = RolloutOrchestrator(
+                policy, CHAT, environment, settings, SamplingParams(temperature=0.7, max_tokens=14), 0
+            )
+            task = Task("run", 0, group_size=8, payload=environment.tasks.task(0), kind=Kind.TRAIN)
+            return await asyncio.gather(*(orchestrator.run(task, sample) for sample in range(8)))
+
+        for episode in run(episodes()):
+            assert episode.status in (Status.COMPLETED, Status.MAX_TURNS, Status.MAX_TOKENS), episode.error
+            assert episode.version_spans == (VersionSpan(episode.prompt_length, BASE),)
+            assert len(episode.turns) >= 1
+            assert (episode.logprobs_T[episode.loss_mask_T] < 0).any()
+
+
+# Servers that ours is not.
+
+
+class Scripted:
+    """An HTTP server that answers by a script: `answer(body)` gives a status and a JSON body or text."""
+
+    def __init__(self, answer, cards=({"id": "m"},), delay_s=0.0):
+        self.answer, self.cards, self.delay_s = answer, cards, delay_s
+        self.bodies, self.loads, self.headers = [], [], []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.address = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+
+    async def _start(self):
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/load_lora_adapter", self._load)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _models(self, request):
+        return web.json_response({"data": list(self.cards)})
+
+    async def _load(self, request):
+        self.loads.append(await request.json())
+        return web.json_response("ok")
+
+    async def _generate(self, request):
+        self.headers.append(dict(request.headers))
+        await asyncio.sleep(self.delay_s)
+        self.bodies.append(await request.json())
+        status, body, *headers = self.answer(self.bodies[-1])
+        text = body if isinstance(body, str) else json.dumps(body)
+        return web.Response(status=status, text=text, headers=headers[0] if headers else {})
+
+    def close(self):
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+@pytest.fixture
+def scripted():
+    """Makes scripted servers and closes them."""
+    servers = []
+
+    def make(answer, **options):
+        servers.append(Scripted(answer, **options))
+        return servers[-1]
+
+    yield make
+    for one in servers:
+        one.close()
+
+
+def vllm(ids, logprobs, finish="length", **more):
+    content = [{"token_id": token, "logprob": p} for token, p in zip(ids, logprobs, strict=True)]
+    return {"choices": [{"token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish, **more}]}
+
+
+GOOD = vllm([1, 2, 3], [-0.5, -0.25, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("no json", "is not vllm's"),
+        ({"choices": []}, "is not vllm's"),
+        ({"choices": [{"token_ids": [1], "finish_reason": "length"}]}, "is not vllm's"),
+        ({"choices": [{"token_ids": [1, 2], "logprobs": {"content": [{"token_id": 1, "logprob": -1}]}}]}, "not agree"),
+        ({"choices": [{"token_ids": [1], "logprobs": {"content": [{"token": "a", "logprob": -1}]}}]}, "as text"),
+        (vllm([1, 2, 3, 4], [-1.0] * 4), "4 tokens, asked were 1 to 3"),
+        (vllm([], []), "0 tokens"),
+        (vllm([1, 9999], [-1.0, -1.0]), "token id 9999 is not in the vocabulary"),
+        (vllm([1, -1], [-1.0, -1.0]), "token id -1 is not in the vocabulary"),
+        (vllm([1], [float("nan")]), "finite"),
+        (vllm([1], [0.5]), "at most 0"),
+        (vllm([1], [-9999.0]), "finite"),
+        (vllm([1], [-1.0], "stop", stop_reason=7), "stopped at token 7"),
+    ],
+)
+def test_unusable_answers_are_refused_and_say_why(body, message, scripted):
+    server = scripted(lambda _: (200, body))
+    with connected(server.address) as policy:
+        with pytest.raises(PolicyError, match=message) as caught:
+            ask(policy, max_tokens=3)
+        assert server.address in str(caught.value)
+        server.answer = lambda _: (200, GOOD)
+        assert ask(policy, max_tokens=3).token_ids_N.tolist() == [1, 2, 3]
+
+
+def test_the_answers_of_earlier_and_later_vllm_are_read(scripted):
+    earlier = {
+        "choices": [
+            {
+                "token_ids": [4, 5],
+                "logprobs": {"content": [{"token": f"token_id:{t}", "logprob": -0.5, "bytes": []} for t in (4, 5)]},
+                "finish_reason": "stop",
+                "stop_reason": 5,
+            }
+        ]
+    }
+    for answer in (earlier, vllm([4, 5], [-0.5, -0.5], "stop", stop_reason=5)):
+        with connected(scripted(lambda _, answer=answer: (200, answer)).address) as policy:
+            found = ask(policy, max_tokens=3, stop_token_ids=(5,))
+            assert (found.token_ids_N.tolist(), found.finish_reason) == ([4, 5], FinishReason.STOP)
+
+
+def test_an_overloaded_server_is_asked_again_and_a_refusal_is_not(scripted, monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    answers = [(503, {"error": {"message": "full"}}), (429, "slow", {"Retry-After": "0"}), (200, GOOD)]
+    server = scripted(lambda _: answers.pop(0))
+    with connected(server.address) as policy:
+        assert ask(policy, max_tokens=3, seed=11).token_ids_N.tolist() == [1, 2, 3]
+        assert policy.retries == 2
+        # The same request each time: the seed makes it one.
+        assert all(body == server.bodies[0] for body in server.bodies)
+        server.answer = lambda _: (500, "broken")
+        with pytest.raises(PolicyError, match=r"given up after 7 tries: .* answered 500: broken"):
+            ask(policy, max_tokens=3)
+        server.bodies.clear()
+        server.answer = lambda _: (400, {"error": {"message": "too long a prompt"}})
+        with pytest.raises(PolicyError, match="answered 400: too long a prompt"):
+            ask(policy, max_tokens=3)
+        assert len(server.bodies) == 1
+
+
+def probed(server_logprobs):
+    """A vLLM that reports, for the probe's eight tokens, what `server_logprobs` says."""
+
+    def answer(body):
+        if body["sampling_params"]["max_tokens"] == remote.PROBE.max_tokens:
+            return 200, vllm(list(range(8)), server_logprobs)
+        return 200, GOOD
+
+    return answer
+
+
+def test_log_probs_at_temperature_1_are_found_out_and_other_temperatures_refused(scripted):
+    flat, raw = [-math.log(CHAT.vocab_size)] * 8, [-3.0, -9.0, -1.0, -12.0, -2.0, -7.0, -4.0, -5.0]
+    honest, other = scripted(probed(flat)), scripted(probed(raw))
+    with connected(honest.address) as policy:
+        assert len(ask(policy, temperature=0.7, max_tokens=3).token_ids_N) == 3
+        assert len(ask(policy, temperature=0.7, max_tokens=3).token_ids_N) == 3
+        assert len(honest.bodies) == 3  # asked once
+    with connected(other.address) as policy:
+        for temperature in (0.0, 1.0):
+            ask(policy, temperature=temperature, max_tokens=3)
+        with pytest.raises(PolicyError, match=r"at temperature 1.*--logprobs-mode processed_logprobs"):
+            ask(policy, temperature=0.7, max_tokens=3)
+
+
+def test_an_adapter_that_a_server_forgot_is_loaded_again(scripted):
+    known = []
+
+    def answer(body):
+        name = body["model"]
+        if name not in known:
+            known.append(name)
+            return 404, {"error": {"message": f"The model `{name}` does not exist."}}
+        return 200, GOOD
+
+    server = scripted(answer)
+    with connected(server.address) as policy:
+        policy.swap("gs://bucket/run/adapters/1.1", V1)
+        assert ask(policy, max_tokens=3).version_spans == (VersionSpan(0, V1),)
+        wanted = {"lora_name": "headrace-test-1.1", "lora_path": "gs://bucket/run/adapters/1.1"}
+        assert server.loads == [wanted, wanted]
+
+
+def test_sessions_stay_with_a_server_and_pass_over_one_that_is_away(scripted):
+    servers = [scripted(lambda _: (200, GOOD)) for _ in range(2)]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        with connected(*(s.address for s in servers), dead) as policy:
+            for turn in range(3):
+                for k in range(12):
+                    ask(policy, [k, *[1] * turn], f"episode/{k}", max_tokens=3)
+    firsts = [{body["token_ids"][0] for body in server.bodies} for server in servers]
+    assert firsts[0] | firsts[1] == set(range(12))
+    assert not firsts[0] & firsts[1]
+    assert all(firsts)
+
+
+def test_truncation_needs_the_kept_ids(scripted):
+    flat = [-math.log(CHAT.vocab_size)] * 8
+
+    def answer(body):
+        if body["sampling_params"]["top_k"] == -1:
+            return 200, vllm(list(range(8)), flat)
+        return 200, kept
+
+    server = scripted(answer)
+    with connected(server.address) as policy:
+        kept = vllm([1, 2], [-0.5, -0.5], sampling_mask=[[3, 1], [2, 5, 4]])
+        found = ask(policy, max_tokens=2, top_k=3)
+        assert [ids.tolist() for ids in found.kept_ids] == [[1, 3], [2, 4, 5]]
+        kept = vllm([1, 2], [-0.5, -0.5])
+        with pytest.raises(PolicyError, match="--return-sampling-mask"):
+            ask(policy, max_tokens=2, top_k=3)
+        kept = vllm([1, 2], [-0.5, -0.5], sampling_mask=[[3], [2]])
+        with pytest.raises(PolicyError, match="drawn from ids that lack it"):
+            ask(policy, max_tokens=2, top_k=3)
+    with (
+        connected(server.address, dialect=Dialect.COMPLETIONS) as policy,
+        pytest.raises(PolicyError, match="use the dialect vllm or sglang"),
+    ):
+        ask(policy, max_tokens=2, top_k=3)
+
+
+def test_the_key_is_sent_and_never_told(scripted, caplog):
+    server = scripted(lambda _: (401, {"error": {"message": "no"}}))
+    with connected(server.address, api_key="very-secret") as policy:
+        with pytest.raises(PolicyError, match=r"set sampling\.api_key_env") as caught:
+            ask(policy)
+        assert server.headers[0]["Authorization"] == "Bearer very-secret"
+        assert "very-secret" not in str(caught.value) + caplog.text
+
+
+def test_a_server_with_a_shorter_context_or_another_model_is_refused(scripted):
+    server = scripted(lambda _: (200, GOOD), cards=({"id": "m", "max_model_len": 100},))
+    with connected(server.address) as policy, pytest.raises(PolicyError, match="holds 100 tokens"):
+        ask(policy)
+    with (
+        connected(server.address, served_model="other") as policy,
+        pytest.raises(PolicyError, match=r"serves m; sampling\.served_model is 'other'"),
+    ):
+        ask(policy)
+
+
+def test_a_slow_server_and_a_closed_policy_fail_what_waits(scripted):
+    server = scripted(lambda _: (200, GOOD), delay_s=30.0)
+    with (
+        connected(server.address, request_timeout_s=0.3) as policy,
+        pytest.raises(PolicyError, match=r"did not answer within sampling.request_timeout_s \(0.3 s\)"),
+    ):
+        ask(policy)
+    with connected(server.address) as policy:
+
+        async def closed_under_it():
+            work = asyncio.create_task(policy.sample("s", prompt(), SamplingParams()))
+            while not policy.running:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(policy.close)
+            await work
+
+        with pytest.raises(PolicyError, match="closed"):
+            run(closed_under_it())
+        with pytest.raises(PolicyError, match="closed"):
+            ask(policy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": Backend.REMOTE}, "must hold an address"),
+        ({"servers": ("10.0.0.5:8000",)}, "addresses like http"),
+        ({"servers": ("http://me:pass@host:1",)}, "api_key_env"),
+        ({"servers": ("http://a:1", "http://a:1")}, "each address once"),
+        ({"request_timeout_s": 0.0}, "more than 0 seconds"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        SamplingSettings(**changes)
+    assert "pass" not in str(caught.value).replace("password", "")
