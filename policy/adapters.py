@@ -40,6 +40,8 @@ _FOLDER = "adapters"
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 _MANIFEST = "manifest.json"
+_ROOT = re.compile(r"base_model\.model\.(model\.language_model|language_model\.model|model)\.(?=layers\.)")
+"""How a name in an adapter begins: of a text model, and of one that sees pictures too, by new and old transformers."""
 
 
 class AdapterError(RuntimeError):
@@ -324,6 +326,7 @@ def decode_adapter(data: bytes, config: ModelConfig, lora: LoraSettings, *, wher
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise BadAdapter(f"{where}: {_WEIGHTS} is not readable: {error}") from error
+    tensors = {_ROOT.sub(f"base_model.model.{config.module_root}.", name): array for name, array in tensors.items()}
     shapes = adapter_shapes(config, lora)
     names = {name: (target, part, i) for target, part, i, name in _tensor_names(config, lora)}
     faults = [f"missing {name}" for name in sorted(names.keys() - tensors.keys())]
@@ -401,7 +404,7 @@ def read_peft_config(data: bytes, *, where: str) -> LoraSettings:
 def _tensor_names(config: ModelConfig, lora: LoraSettings) -> list[tuple[str, str, int, str]]:
     """(target, part, layer, PEFT's tensor name)."""
     return [
-        (target, part, i, f"base_model.model.{peft_module(target, i)}.lora_{part.upper()}.weight")
+        (target, part, i, f"base_model.model.{peft_module(target, i, config.module_root)}.lora_{part.upper()}.weight")
         for target in lora.projections
         for i in range(config.num_layers)
         for part in ("a", "b")

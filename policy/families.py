@@ -103,9 +103,14 @@ GGUF_ROPE_FACTORS = "rope_freqs.weight"
 """Factors by which Llama 3's rotary frequencies are divided; they stand for a rope scaling."""
 
 
-def peft_module(projection: str, layer: int) -> str:
+TEXT_ROOT = "model"
+NESTED_ROOT = "model.language_model"
+"""Where a Hugging Face model holds its decoder: one that reads text alone, and one that sees pictures too."""
+
+
+def peft_module(projection: str, layer: int, root: str = TEXT_ROOT) -> str:
     """Path of a projection in a Hugging Face model, as PEFT names it. The same in every family."""
-    return f"model.layers.{layer}.{'self_attn' if projection in ATTENTION else 'mlp'}.{projection}"
+    return f"{root}.layers.{layer}.{'self_attn' if projection in ATTENTION else 'mlp'}.{projection}"
 
 
 # What config.json files say.
@@ -115,7 +120,9 @@ def hf_config(found: Mapping[str, Any]) -> Fields:
     """Fields of ModelConfig, `family` among them, from a config.json. Raises ValueError for what is not supported."""
     text = found.get("text_config")
     if isinstance(text, Mapping):  # a model that sees pictures too: its language model is what trains here
-        return hf_config({"tie_word_embeddings": found.get("tie_word_embeddings", True), **text})
+        outer = {"tie_word_embeddings": True, "quantization_config": None}
+        outer |= {name: found[name] for name in outer if name in found}
+        return {**hf_config({**outer, **text}), "module_root": NESTED_ROOT}
     family = _family_by(lambda family: found.get("model_type") in family.model_types, "model_type", found)
     refused = [
         f"{name} = {found[name]!r}"

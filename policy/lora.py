@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.families import PROJECTIONS, peft_module
+from policy.families import NESTED_ROOT, PROJECTIONS, TEXT_ROOT, peft_module
 
 if TYPE_CHECKING:
     from policy.transformer import ModelConfig
@@ -81,10 +81,10 @@ def _matched(target: str) -> tuple[str, ...]:
         raise ValueError(f"lora.targets must hold regular expressions, found {target!r}: {error}") from error
     found = []
     for name in PROJECTIONS:
-        paths = [peft_module(name, layer) for layer in _PROBES]
         # PEFT takes the end of a module's path in a list, and a match of the whole path in a text.
-        short = pattern.fullmatch(name) or paths[0].endswith(f".{target}")
-        matches = [bool(short or pattern.fullmatch(path)) for path in paths]
+        short = pattern.fullmatch(name) or peft_module(name, 0).endswith(f".{target}")
+        paths = [[peft_module(name, layer, root) for root in (TEXT_ROOT, NESTED_ROOT)] for layer in _PROBES]
+        matches = [bool(short or any(pattern.fullmatch(path) for path in same)) for same in paths]
         if any(matches) and not all(matches):
             raise ValueError(
                 f"lora.targets must adapt a projection in every layer or in none, found {target!r}, which matches "

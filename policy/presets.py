@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from policy.families import NESTED_ROOT, TEXT_ROOT
 from policy.transformer import Activation, ModelConfig, RopeKind, RopeScaling
 
 
@@ -185,6 +186,7 @@ def _gemma3(
     """The language model; `small` is the one that sees no pictures."""
     return ModelConfig(
         family="gemma3",
+        module_root=TEXT_ROOT if small else NESTED_ROOT,
         vocab_size=262_144 if small else 262_208,
         num_layers=num_layers,
         embed_dim=embed_dim,

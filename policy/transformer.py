@@ -32,7 +32,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
-from policy.families import family_of, llama3_frequency
+from policy.families import TEXT_ROOT, family_of, llama3_frequency
 from policy.lora import Adapter, layer_adapter, project
 
 Array = Any
@@ -120,6 +120,8 @@ class ModelConfig:
     """Tokens the model was trained to see at once."""
     family: str = "llama"
     """Entry of `policy.families.FAMILIES`: how other formats name its tensors."""
+    module_root: str = TEXT_ROOT
+    """Path of the decoder in the Hugging Face model, which the names in adapters begin with."""
     activation: Activation = Activation.SILU
     attention_bias: bool = False
     """q, k and v have biases."""
