@@ -147,7 +147,8 @@ class ToolAgent:
         reset = functools.partial(environment.reset, task.payload, episode_id=episode_id, seed=seed)
         messages = await self._ask("reset", reset, script, deadline)
         with _blaming(Status.ENVIRONMENT_ERROR, "the environment's first messages cannot be rendered"):
-            script.observe(self.chat.prompt(_valid(messages), environment.tools))
+            tools = tuple(environment.tools)
+            script.observe(self.chat.prompt(_valid(messages), tools))
         script.prompt_length = len(script.tokens)
         if not 0 < script.prompt_length < self.client.max_context:
             raise EpisodeFailed(
@@ -158,7 +159,8 @@ class ToolAgent:
         for turn in range(self.settings.max_turns):
             completion = await self._sample(task, episode_id, turn, script, deadline)
             with _blaming(Status.POLICY_ERROR, "the completion cannot be parsed"):
-                action = self.chat.parse(completion.token_ids_N.tolist(), completion.finish_reason)
+                sampled = completion.token_ids_N.tolist()
+                action = self.chat.parse(sampled, completion.finish_reason, tools)
             if malformed := sum(call.arguments is None for call in action.tool_calls):
                 script.count({"malformed_calls": malformed})
             result = await self._ask("step", functools.partial(environment.step, action), script, deadline)
@@ -173,7 +175,7 @@ class ToolAgent:
             if turn + 1 == self.settings.max_turns:
                 break
             with _blaming(Status.ENVIRONMENT_ERROR, "the environment's messages cannot be rendered"):
-                between = self.chat.continuation(self._bounded(result.messages, script))
+                between = self.chat.continuation(self._bounded(result.messages, script), sampled=sampled)
             if len(script.tokens) + len(between) >= self.client.max_context:
                 return Status.CONTEXT_OVERFLOW
             script.observe(between)

@@ -210,6 +210,11 @@ class WordCalculatorEnvironment(ToolEnvironment):
         super().__init__((self._calculator,), word_prompt, self._judge)
         self._call_was_right = False
 
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """None are described: the worked dialogues show the tool, and prompts are shorter without its schema."""
+        return ()
+
     async def step(self, action: Action) -> StepResult:
         if self.actions:
             return await super().step(Action(action.text, (), action.finish_reason))

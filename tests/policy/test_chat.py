@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.chat import ChatFormatError, Message, ToolCall, load_chat, load_tiny_chat
+from policy.chat import Message, ToolCall, load_chat, load_tiny_chat
 from policy.client import FinishReason
+from policy.files import ModelError
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "smollm2_chat.json").read_text())
 CONTROL = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<jupyter_code>")
@@ -130,8 +131,7 @@ def test_tiny_turns(tiny):
 
 
 def test_models_without_a_format_are_refused_with_the_mend(tmp_path):
-    with pytest.raises(ChatFormatError, match=r"smollm2-135m.*gguf.*vocabulary.json.*found"):
+    with pytest.raises(ModelError, match=r"tokenizer.json is missing.*save_pretrained"):
         load_chat(str(tmp_path))
     (tmp_path / "vocabulary.json").write_text(json.dumps({"tokens": list(load_tiny_chat().tokens)}))
-    load_chat.cache_clear()
     assert load_chat(str(tmp_path)).vocab_size == 24
