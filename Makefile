@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REFERENCE := .venv-reference
 ARGS ?=
 
-.PHONY: help setup lock demo demo-tiny test lint soak bench base-model clean
+.PHONY: help setup lock demo demo-tiny test lint soak bench parity base-model clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,8 +47,19 @@ soak: setup  ## Every seed and kill to success: hours
 bench: setup  ## The busy fraction of the learner, beside memory-fed and synchronous
 	$(BIN)/python -m benchmarks.utilization --json $(ARGS)
 
+parity: setup $(REFERENCE)/.installed  ## Model families and adapters against transformers and peft (downloads torch)
+	HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python tests/policy/make_family_fixtures.py --check
+	rm -rf build/parity
+	$(BIN)/python -m tests.policy.parity ours build/parity
+	HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python -m tests.policy.parity reference build/parity $(ARGS)
+
+$(REFERENCE)/.installed: requirements-reference.txt
+	$(PYTHON) -m venv $(REFERENCE)
+	$(REFERENCE)/bin/pip install --quiet --disable-pip-version-check -r requirements-reference.txt
+	touch $@
+
 base-model: setup  ## Make the tiny model's base from nothing
 	$(BIN)/python examples/make_calculator_base.py $(ARGS)
 
 clean:  ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE) .mypy_cache .ruff_cache .pytest_cache .hypothesis
