@@ -20,7 +20,7 @@ import numpy as np
 
 from environments.environment import Environment, EnvironmentSettings, Message, StepResult
 from environments.tools import LimitPassed, bounded_text, describe, within
-from policy.chat import ChatFormat
+from policy.chat import Action, ChatFormat
 from policy.client import Completion, FinishReason, SamplingClient, SamplingParams
 from trajectories.schema import Episode, Status, Task, Timings, Turn, VersionSpan, stream_seed
 
@@ -38,11 +38,13 @@ class EpisodeFailed(Exception):
 
 @dataclass
 class _Transcript:
-    """What the episode has so far; every list but `turns` and `spans` has one entry per token."""
+    """What the episode has so far; every list but `kept_ids`, `turns` and `spans` has one entry per token."""
 
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept_counts: list[int] = field(default_factory=list)
+    kept_ids: list[int] = field(default_factory=list)
     prompt_length: int = 0
     spans: list[VersionSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -57,12 +59,16 @@ class _Transcript:
         self.tokens += token_ids
         self.loss_mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
+        self.kept_counts += [0] * len(token_ids)
 
     def sampled(self, completion: Completion) -> None:
         start, count = len(self.tokens), len(completion.token_ids_N)
         self.tokens += completion.token_ids_N.tolist()
         self.loss_mask += [True] * count
         self.logprobs += completion.logprobs_N.tolist()
+        self.kept_counts += [len(ids) for ids in completion.kept_ids] or [0] * count
+        for ids in completion.kept_ids:
+            self.kept_ids += ids.tolist()
         for span in completion.version_spans:
             if not self.spans or self.spans[-1].version != span.version:
                 self.spans.append(VersionSpan(start + span.first_token, span.version))
@@ -89,7 +95,7 @@ class ToolAgent:
     chat: ChatFormat
     settings: EnvironmentSettings
     sampling: SamplingParams
-    """Temperature and tokens per turn; seed and stop tokens are set per request."""
+    """What all turns have in common; seed and stop tokens are set per request."""
     run_seed: int
     clock: Callable[[], float]
     """Unix seconds."""
@@ -120,6 +126,8 @@ class ToolAgent:
             tokens_T=np.array(script.tokens, np.int32),
             loss_mask_T=np.array(script.loss_mask, np.bool_),
             logprobs_T=np.array(script.logprobs, np.float32),
+            kept_counts_T=np.array(script.kept_counts, np.int32),
+            kept_ids_K=np.array(script.kept_ids, np.int32),
             prompt_length=script.prompt_length,
             version_spans=tuple(script.spans),
             turns=tuple(script.turns),
@@ -161,6 +169,7 @@ class ToolAgent:
             with _blaming(Status.POLICY_ERROR, "the completion cannot be parsed"):
                 sampled = completion.token_ids_N.tolist()
                 action = self.chat.parse(sampled, completion.finish_reason, tools)
+                action = _cut(action, self.sampling.stop)
             if malformed := sum(call.arguments is None for call in action.tool_calls):
                 script.count({"malformed_calls": malformed})
             result = await self._ask("step", functools.partial(environment.step, action), script, deadline)
@@ -285,6 +294,12 @@ def _valid(messages: Sequence[Message]) -> list[Message]:
     return [dataclasses.replace(m, content=bounded_text(m.content, len(m.content))[0]) for m in messages]
 
 
+def _cut(action: Action, stop: Sequence[str]) -> Action:
+    """The action with its text up to the first stop string; its calls are those of the whole turn, whose ids stay."""
+    places = [place for text in stop if (place := action.text.find(text)) >= 0]
+    return dataclasses.replace(action, text=action.text[: min(places)]) if places else action
+
+
 def _check(result: StepResult) -> None:
     if not isinstance(result, StepResult):
         raise TypeError(f"step must return a StepResult, found a {type(result).__name__}")
@@ -298,6 +313,12 @@ def _check_completion(completion: Completion, vocab_size: int) -> None:
         raise ValueError(f"it must sample at least one token, with one log-prob each, found {ids_N.shape} tokens")
     if not np.isfinite(logprobs_N).all() or not ((ids_N >= 0) & (ids_N < vocab_size)).all():
         raise ValueError("its tokens must lie in the vocabulary and their log-probs must be finite")
+    if completion.kept_ids and len(completion.kept_ids) != len(ids_N):
+        raise ValueError(
+            f"it must have kept ids for all of {len(ids_N)} tokens or none, found {len(completion.kept_ids)}"
+        )
+    if any(token not in kept for token, kept in zip(ids_N.tolist(), completion.kept_ids, strict=False)):
+        raise ValueError("each of its tokens must be among the kept ids that it was drawn from")
     starts = [span.first_token for span in completion.version_spans]
     if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= len(ids_N):
         raise ValueError(f"its version spans must begin at 0 and ascend within {len(ids_N)} tokens, found {starts}")

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
+
 from learner.settings import LearnerSettings, StalenessPolicy
 from trajectories.packing import pack
 from trajectories.schema import PROMPT_SAMPLE, Closing, Pack, Row
@@ -130,8 +132,11 @@ class Buffer:
         return choice
 
 
-def fault(pack: Pack, buckets: Collection[int], vocab_size: int) -> str | None:
-    """Why the pack cannot train, in words; None if it can. What it lets pass cannot stop a step."""
+def fault(pack: Pack, buckets: Collection[int], vocab_size: int, max_kept: int = 0) -> str | None:
+    """Why the pack cannot train, in words; None if it can. What it lets pass cannot stop a step.
+
+    `max_kept` is the most kept ids of one token that the step was compiled for; 0 for none at all.
+    """
     if pack.bucket not in buckets:
         return (
             f"its rows have {pack.bucket} tokens and the learner compiled {sorted(buckets)}: both sides of a run must "
@@ -153,6 +158,8 @@ def fault(pack: Pack, buckets: Collection[int], vocab_size: int) -> str | None:
             return f"the arrays of a row do not all have {pack.bucket} entries"
         if row.tokens_T.min() < 0 or row.tokens_T.max() >= vocab_size:
             return f"it has token ids outside the model's vocabulary of {vocab_size}"
+        if reason := _kept_fault(row, vocab_size, max_kept):
+            return reason
         ids = {0, *(segment.segment_id for segment in row.segments)}
         if len(ids) != len(row.segments) + 1 or not ids.issuperset(segment.parent for segment in row.segments):
             return "a row's segments do not have ids of their own, or name a parent that is not in their row"
@@ -171,4 +178,26 @@ def fault(pack: Pack, buckets: Collection[int], vocab_size: int) -> str | None:
                 f"closing {closing.closing_id} has {len(closing.advantages)} advantages for "
                 f"{len(closing.episodes)} episodes"
             )
+    return None
+
+
+def _kept_fault(row: Row, vocab_size: int, max_kept: int) -> str | None:
+    """What is wrong with the kept ids of a row, whose other arrays are sound."""
+    counts_T, ids_K = row.kept_counts_T, row.kept_ids_K
+    if not len(counts_T):
+        return "a row has kept ids and counts none" if len(ids_K) else None
+    if counts_T.shape != row.tokens_T.shape or counts_T.min() < 0 or counts_T.sum(dtype=np.int64) != len(ids_K):
+        return "a row's counts of kept ids do not fit its tokens or its kept ids"
+    if counts_T.max() > max_kept:
+        return (
+            f"a token was drawn from {counts_T.max()} kept ids and the learner compiled "
+            f"{max_kept or 'none, as its run truncates no draw'}: both sides of a run must read the same [sampling]"
+        )
+    if len(ids_K) and (ids_K.min() < 0 or ids_K.max() >= vocab_size):
+        return f"it has kept ids outside the model's vocabulary of {vocab_size}"
+    if counts_T[~row.loss_mask_T].any():
+        return "a row has kept ids of tokens outside its loss mask"
+    owners_K = np.repeat(np.arange(row.bucket), counts_T)
+    if len(np.unique(owners_K[ids_K == row.tokens_T[owners_K]])) != np.count_nonzero(counts_T):
+        return "a sampled token is not among the kept ids that it was drawn from"
     return None

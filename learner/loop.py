@@ -106,6 +106,8 @@ class Parts:
     evaluation: EvaluationSettings
     buckets: tuple[int, ...]
     vocab_size: int
+    max_kept: int
+    """Most kept ids of a token; 0 if draws are not truncated."""
     trainer: bg.StepRunner
     ledger: Ledger
     tally: Tally
@@ -412,7 +414,7 @@ class Loop:
                 raise TypeError(f"unknown event {event!r}")
 
     def _on_pack(self, pack: Pack, arrival: Arrival) -> None:
-        reason = fault(pack, self._p.buckets, self._p.vocab_size)
+        reason = fault(pack, self._p.buckets, self._p.vocab_size, self._p.max_kept)
         if reason is not None:
             self._refuse("Unusable", reason, repr(pack.closings)[:PAYLOAD_BYTES].encode(), arrival)
             return

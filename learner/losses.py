@@ -20,6 +20,11 @@ is one update per batch, when ratio is 1. With the anchor mu it clips what PPO c
 Bands need not be symmetric (DAPO, Yu et al. 2025, arXiv:2503.14476). The weights are truncated importance weights
 (Ionides 2008; IMPALA, Espeholt et al. 2018, arXiv:1802.01561). The penalty is GRPO's (Shao et al. 2024,
 arXiv:2402.03300) with k3 (Schulman 2020, "Approximating KL divergence").
+
+Where a token was drawn from less than the whole vocabulary (top-k, top-p, min-p), mu, pi, pi_prox and pi_ref are all
+renormalised over the tokens that mu kept for it. So ratios compare policies on one support, equal weights give 1, and
+k3 estimates the KL of pi to pi_ref on that support; against a pi_ref of the whole vocabulary, the mass that mu cut off
+would count as divergence.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from learner.sharding import Sharding, ShardingSettings, abstract
 from policy.lora import Adapter, LoraSettings, init_adapter
 from policy.transformer import ModelConfig, Params, hidden_states, stack_layers, token_logprobs, visible
 from policy.weights import Weights
-from trajectories.schema import Row
+from trajectories.schema import Row, kept_offsets
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -108,6 +108,9 @@ class Batch(NamedTuple):
     advantages_N: Any
     count: Any
     """int32 scalar."""
+    kept_NK: Any = None
+    """Ids that each target was drawn from, -1 behind them; a row of -1 means the whole vocabulary. None in a run that
+    truncates no draw: its compiled functions have no such input."""
 
 
 class TrainState(NamedTuple):
@@ -154,7 +157,7 @@ class StepMetrics:
     """Before the clip."""
     loss_tokens: int
     invalid_tokens: int
-    """Loss tokens with a non-finite log-prob or advantage; they contribute nothing."""
+    """Loss tokens with a non-finite log-prob or advantage, or outside their kept ids; they contribute nothing."""
     rows: int
     row_tokens: int
     used_tokens: int
@@ -191,14 +194,16 @@ class Trainer:
         buckets: Sequence[int],
         rows_per_call: int,
         temperature: float,
+        max_kept: int = 0,
         seed: int,
         remat: bool = False,
         sharding: ShardingSettings | None = None,
     ) -> None:
         """`params` of either layout, or still on disk; training scans over stacked layers.
 
-        `temperature` is the behaviour policy's. `seed` makes the first adapter. `remat` computes attention again in the
-        backward pass, for less memory. `sharding` None is one device.
+        `temperature` is the behaviour policy's, and `max_kept` the most ids that its truncated draws keep; 0 if it
+        truncates none. `seed` makes the first adapter. `remat` computes attention again in the backward pass, for less
+        memory. `sharding` None is one device.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")
@@ -212,7 +217,7 @@ class Trainer:
         self._sharding = Sharding(sharding or ShardingSettings())
         self._sharding.check_rows(rows_per_call)
         self._config, self._lora, self._loss = config, lora, loss
-        self._temperature, self._remat = temperature, remat
+        self._temperature, self._max_kept, self._remat = temperature, max_kept, remat
         self._buckets, self._rows_per_call = tuple(buckets), rows_per_call
         self._transformation = optimizer.transformation()
         self._params = (
@@ -331,6 +336,7 @@ class Trainer:
             behaviour_N=np.zeros(size, np.float32),
             advantages_N=np.zeros(size, np.float32),
             count=np.int32(0),
+            kept_NK=np.full((size, self._max_kept), -1, np.int32) if self._max_kept else None,
         )
 
     def _batch(self, bucket: int, rows: Sequence[Row]) -> Batch:
@@ -349,11 +355,27 @@ class Trainer:
             batch.targets_N[place] = row.tokens_T[index]
             batch.behaviour_N[place] = row.logprobs_T[index]
             batch.advantages_N[place] = row.advantages_T[index]
+            if len(row.kept_counts_T):
+                self._lay_kept(batch, place, row, index)
             count = place.stop
         return batch._replace(count=np.int32(count))
 
+    def _lay_kept(self, batch: Batch, place: slice, row: Row, index: Any) -> None:
+        """The kept ids of the row's tokens `index` go to the loss tokens `place`."""
+        counts_n = row.kept_counts_T[index]
+        if counts_n.max(initial=0) > self._max_kept:
+            raise ValueError(
+                f"a token was drawn from {counts_n.max()} kept ids and the learner compiled {self._max_kept}: both "
+                "sides of a run must read the same [sampling]"
+            )
+        if self._max_kept:
+            column = np.arange(self._max_kept)
+            used_nK = column < counts_n[:, None]
+            sources_nK = kept_offsets(row.kept_counts_T)[index][:, None] + column
+            batch.kept_NK[place][used_nK] = row.kept_ids_K[sources_nK[used_nK]]
+
     def _put_batch(self, batch: Batch) -> Batch:
-        return Batch(*(self._sharding.put_batch(x) for x in batch))
+        return Batch(*(None if x is None else self._sharding.put_batch(x) for x in batch))
 
     def _put_scalar(self, number: Any) -> Any:
         return self._sharding.put_replicated(number)
@@ -454,7 +476,11 @@ class Trainer:
         return _Accumulated(gradient, add_sums(sums, more_sums))
 
     def _logprobs(self, params: Params, adapter: Adapter | None, batch: Batch) -> Any:
-        """log pi of the loss tokens; entries from `count` on are 0."""
+        """log pi of the loss tokens, over the tokens that each was drawn from; entries from `count` on are 0.
+
+        NaN, and so invalid, where a token is not among its kept ids. The base (no adapter) is renormalised over the
+        same ones, see `learner.losses`.
+        """
         visible_BTT = visible(batch.segment_ids_BT, batch.parent_ids_BT)
         hidden_BTD = hidden_states(
             self._config,
@@ -467,7 +493,9 @@ class Trainer:
             remat=self._remat,
         )
         hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.predecessors_N]
-        return token_logprobs(self._config, params, hidden_ND, batch.targets_N, batch.count, self._temperature)
+        return token_logprobs(
+            self._config, params, hidden_ND, batch.targets_N, batch.count, self._temperature, batch.kept_NK
+        )
 
     def _update(self, state: TrainState, gradient: Any, denominator: Any) -> tuple[TrainState, Any, Any]:
         """One optimizer update -> (state, gradient norm, whether the parameters changed)."""

@@ -74,6 +74,8 @@ class LearnerSpec:
     packing: PackingSettings = field(default_factory=PackingSettings)
     temperature: float = 1.0
     """Of the sampler in training."""
+    max_kept: int = 0
+    """Most ids that a truncated draw (top-k, top-p, min-p) keeps; 0 if the sampler draws from the whole vocabulary."""
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -95,6 +97,7 @@ def make_trainer(spec: LearnerSpec, model: LoadedModel) -> Trainer:
         buckets=spec.packing.buckets,
         rows_per_call=spec.learner.rows_per_call,
         temperature=spec.temperature,
+        max_kept=spec.max_kept,
         seed=spec.seed,
         remat=spec.learner.remat,
     )
@@ -174,6 +177,7 @@ def _train(
             evaluation=spec.evaluation,
             buckets=spec.packing.buckets,
             vocab_size=model.config.vocab_size,
+            max_kept=spec.max_kept,
             trainer=trainer,
             ledger=ledger,
             tally=tally,

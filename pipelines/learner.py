@@ -25,6 +25,7 @@ def learner_spec(run: Run) -> LearnerSpec:
         loss=run.loss,
         packing=run.packing,
         temperature=run.sampling.temperature,
+        max_kept=run.sampling.max_kept if run.sampling.truncates else 0,
         learner=run.learner,
         checkpoints=run.checkpoints,
         evaluation=run.evaluation,

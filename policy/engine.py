@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from policy import cache as kv
 from policy.client import Completion, FinishReason, PolicyError, SamplingParams
 from policy.lora import Adapter, layer_adapter
-from policy.sampling import seed_words
+from policy.sampling import NOT_KEPT, Limits, seed_words
 from policy.settings import SamplingSettings
 from policy.transformer import ModelConfig, Params, unstack_layers
 from policy.weights import Weights
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_VERSIONS = 256
 CLOSE_TIMEOUT_S = 60.0
+STOP_SLACK = 4
+"""Tokens before those that a stop string can span, so that the decoded tail holds whole characters where it counts."""
 
 
 class _Phase(Enum):
@@ -73,6 +75,10 @@ class _Request:
     """Set by the caller's thread when it has the completion."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept_ids: list[IntArray] = field(default_factory=list)
+    """Of each sampled token, if the request truncates."""
+    stop_tail: int = 0
+    """Latest tokens among which a stop string must lie that the last of them completes."""
     spans: list[VersionSpan] = field(default_factory=list)
 
     @property
@@ -163,8 +169,11 @@ class Engine:
     """A `SamplingClient` over a model in this process.
 
     `adapter` is a LoRA pytree (policy.lora) or None for the base; it is applied beside the frozen `params`, never
-    merged, with the lines that the learner runs. Construction compiles every shape (`warmup_s` says for how long) and
-    starts the decode thread. Raises ValueError if the settings do not fit the model.
+    merged, with the lines that the learner runs. `decode` turns sampled ids into text; requests with stop strings need
+    it. `truncates` says whether requests may have top-k, top-p or min-p, each token then drawn from `sampling.max_kept`
+    tokens at the most; by default they may if `settings` has one of them. Without, nothing of it is compiled.
+    Construction compiles every shape (`warmup_s` says for how long) and starts the decode thread. Raises ValueError if
+    the settings do not fit the model.
     """
 
     def __init__(
@@ -176,12 +185,20 @@ class Engine:
         settings: SamplingSettings,
         lora_scale: float,
         clock: Callable[[], float] = time.time,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        truncates: bool | None = None,
     ) -> None:
+        truncates = settings.truncates if truncates is None else truncates
+        if truncates and not settings.max_kept:
+            raise ValueError("sampling.max_kept must be above 0 in an engine whose requests may truncate, found 0")
         if settings.max_context > config.max_context:
             raise ValueError(
                 f"sampling.max_context must be at most the model's {config.max_context}, found {settings.max_context}"
             )
         self._config, self._settings, self._clock = config, settings, clock
+        self._text = decode
+        self._max_kept = min(settings.max_kept, config.vocab_size) if truncates else 0
         self._params = (
             params.unrolled(jax.device_put)
             if isinstance(params, Weights)
@@ -263,16 +280,20 @@ class Engine:
 
         A prompt that fills the context gives an empty completion that finished by `CONTEXT`. PolicyError: the ids do
         not go on where the session stopped, the session is sampled already or was closed meanwhile, the pinned
-        version was replaced, under way or before, the engine failed or was closed. A turn whose call was cancelled or
-        failed may be sampled again.
+        version was replaced, under way or before, the engine was not made for what `params` ask, failed or was closed.
+        A turn whose call was cancelled or failed may be sampled again.
         """
         ids = np.asarray(token_ids, np.int32)
         if ids.ndim != 1 or not len(ids):
             raise PolicyError(f"session {session_id}: the prompt must be a flat list of at least one token id")
         if ids.min() < 0 or ids.max() >= self._config.vocab_size:
             raise PolicyError(f"session {session_id}: token ids must lie in [0, {self._config.vocab_size})")
+        self._check(session_id, params)
         loop = asyncio.get_running_loop()
         request = _Request(_Session(session_id, ids[:0]), ids, params, version, loop.create_future(), loop)
+        if params.stop:
+            # In UTF-8, and a token has at least one byte of it.
+            request.stop_tail = max(len(text.encode()) for text in params.stop) + STOP_SLACK
         self._leave(request)
         try:
             completion = await request.future
@@ -323,6 +344,21 @@ class Engine:
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise PolicyError(f"the decode thread did not end within {CLOSE_TIMEOUT_S:.0f} s")
+
+    def _check(self, session_id: str, params: SamplingParams) -> None:
+        """Raises PolicyError for what this engine was not made for."""
+        if params.truncates and not self._max_kept:
+            raise PolicyError(
+                f"session {session_id}: this engine draws from the whole vocabulary; top_k, top_p and min_p need a run "
+                "that sets one of them, or `truncates`"
+            )
+        if params.truncates and params.top_k > self._settings.max_kept:
+            raise PolicyError(
+                f"session {session_id}: top_k must be at most sampling.max_kept ({self._settings.max_kept}), "
+                f"found {params.top_k}"
+            )
+        if params.stop and self._text is None:
+            raise PolicyError(f"session {session_id}: stop strings need an engine that can decode")
 
     def _leave(self, request: _Request) -> None:
         with self._changed:
@@ -653,17 +689,30 @@ class Engine:
             temperatures[i] = request.params.temperature
         self.decode_calls += 1
         used = self._decode_shapes.index(size) + 1
-        head, drawn, logprobs = self._decode_functions[size](
-            self._params, self._adapter, self._cache[:used], tokens, positions, seeds, indices, temperatures
-        )
+        each: list[Any] = [tokens, positions, seeds, indices, temperatures]
+        if self._max_kept:
+            limits = Limits(np.zeros(size, np.int32), np.ones(size, np.float32), np.zeros(size, np.float32))
+            for request, row in ready:
+                asked = request.params.top_k, request.params.top_p, request.params.min_p
+                for values, value in zip(limits, asked, strict=True):
+                    values[row.index] = value
+            each.append(limits)
+        head, *draws = self._decode_functions[size](self._params, self._adapter, self._cache[:used], *each)
         self._cache = [*head, *self._cache[used:]]
-        drawn, logprobs = np.asarray(drawn), np.asarray(logprobs)
+        drawn, logprobs, *rest = map(np.asarray, draws)
+        kept = rest[0] if rest else np.zeros((len(drawn), size, 0), np.int32)
         if not np.isfinite(logprobs[:, [row.index for _, row in ready]]).all():
             raise PolicyError(f"version {self._version} gives log-probabilities that are not finite")
         self._note_first_token()
         for request, row in ready:
-            for token, logprob in zip(drawn[:, row.index], logprobs[:, row.index], strict=True):
-                reason = self._append(request, row, int(token), float(logprob))
+            i = row.index
+            for token, logprob, ids in zip(drawn[:, i], logprobs[:, i], kept[:, i], strict=True):
+                self._append(request, row, int(token), float(logprob), ids)
+                try:
+                    reason = self._ending(request)
+                except PolicyError as error:
+                    self._finish(request, error)
+                    break
                 if reason is not None:
                     self._complete(request, reason)
                     break
@@ -674,26 +723,43 @@ class Engine:
             if len(self.first_token_at) > REMEMBERED_VERSIONS:
                 del self.first_token_at[next(iter(self.first_token_at))]
 
-    def _append(self, request: _Request, row: _Row, token: int, logprob: float) -> FinishReason | None:
+    def _append(self, request: _Request, row: _Row, token: int, logprob: float, kept: IntArray) -> None:
         row.extend([request.last_token], self._version)
         row.used_at = self._tick
         if not request.spans or request.spans[-1].version != self._version:
             request.spans.append(VersionSpan(len(request.sampled), self._version))
         request.sampled.append(token)
         request.logprobs.append(logprob)
+        if request.params.truncates:
+            request.kept_ids.append(kept[kept != NOT_KEPT])
         self.tokens_sampled += 1
-        if token in request.params.stop_token_ids:
+
+    def _ending(self, request: _Request) -> FinishReason | None:
+        """Why the request ends with its last token, if it does. Raises PolicyError if its tokens have no text."""
+        if request.last_token in request.params.stop_token_ids or self._says_stop(request):
             return FinishReason.STOP
         if len(request.sampled) >= request.params.max_tokens:
             return FinishReason.LENGTH
         return FinishReason.CONTEXT if request.length >= self.max_context else None
+
+    def _says_stop(self, request: _Request) -> bool:
+        """Whether the completion contains a stop string. It is asked after each token, so only its tail is new."""
+        if not request.params.stop:
+            return False
+        assert self._text is not None
+        try:
+            text = self._text(request.sampled[-request.stop_tail :])
+        except Exception as error:
+            raise PolicyError(f"session {request.session.name}: its tokens cannot be decoded: {error!r}") from error
+        return any(stop in text for stop in request.params.stop)
 
     # Endings.
 
     def _complete(self, request: _Request, reason: FinishReason) -> None:
         tokens = np.array(request.sampled, np.int32)
         request.session.ids = np.concatenate([request.ids, tokens])
-        completion = Completion(tokens, np.array(request.logprobs, np.float32), tuple(request.spans), reason)
+        logprobs, kept = np.array(request.logprobs, np.float32), tuple(request.kept_ids)
+        completion = Completion(tokens, logprobs, tuple(request.spans), reason, kept)
         self._finish(request, completion)
 
     def _finish(self, request: _Request, answer: Completion | PolicyError | None) -> None:
@@ -779,11 +845,15 @@ class Engine:
         model = (self._params, self._adapter)
         self._decode_shapes = list(_running_sums(self._segments))
         self._decode_functions = {}
-        decode = functools.partial(kv.decode, self._config, lora_scale, settings.steps_per_call)
+        decode = functools.partial(
+            kv.decode, self._config, lora_scale, settings.steps_per_call, max_kept=self._max_kept
+        )
         prefill = functools.partial(kv.prefill, self._config, lora_scale)
         for used, size in enumerate(self._decode_shapes, 1):
             each = (shaped(int32, size), shaped(int32, size), shaped(int32, size, 2), shaped(int32, size))
-            args = (*model, self._cache[:used], *each, shaped(float32, size))
+            args: tuple[Any, ...] = (*model, self._cache[:used], *each, shaped(float32, size))
+            if self._max_kept:
+                args = (*args, Limits(shaped(int32, size), shaped(float32, size), shaped(float32, size)))
             self._decode_functions[size] = compiled(decode, (2,), *args)
 
         wide = (min(settings.extend_rows, settings.slots), min(settings.extend_chunk, self._length))

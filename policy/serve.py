@@ -745,7 +745,17 @@ def build_engine(
             lora = load_peft(storage.join(f"adapters/{latest.version}"), loaded.config)[1]
     lora = lora or LoraSettings()
     base = zero_adapter(loaded.config, lora)
-    engine = Engine(loaded.config, loaded.params, base, BASE, sampling, lora.scale)
+    # What requests will ask for is not known, so everything that the settings allow is compiled.
+    engine = Engine(
+        loaded.config,
+        loaded.params,
+        base,
+        BASE,
+        sampling,
+        lora.scale,
+        decode=load_chat(model.path).decode,
+        truncates=sampling.max_kept > 0,
+    )
     return loaded.name, engine, loaded.config, lora
 
 

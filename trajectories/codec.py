@@ -140,8 +140,8 @@ def schema_of(message: Any) -> int:
     """The oldest schema version that can express the message."""
     if isinstance(message, tuple):
         return max((schema_of(item) for item in message if dataclasses.is_dataclass(item)), default=1)
-    schema = 1
-    for field in _fields(type(message)):
+    schema, cls = 1, typing.cast(Any, type(message))
+    for field in _fields(cls):
         value = getattr(message, field.name)
         if field.since > schema and len(value):
             schema = field.since

@@ -156,6 +156,7 @@ class RolloutRuntime:
             began = time.monotonic()
             environment = load_environment(spec.environment, spec.seed)
             policy, follower = open_policy(spec)
+            sampling = spec.sampling
             # A job that starts anew beside a learner must not sample with the base first.
             follower.poll()
             orchestrator = RolloutOrchestrator(
@@ -163,7 +164,14 @@ class RolloutRuntime:
                 load_chat(spec.model.path),
                 environment,
                 spec.environment,
-                SamplingParams(temperature=spec.sampling.temperature, max_tokens=spec.sampling.max_tokens),
+                SamplingParams(
+                    temperature=sampling.temperature,
+                    max_tokens=sampling.max_tokens,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                    min_p=sampling.min_p,
+                    stop=sampling.stop,
+                ),
                 spec.seed,
             )
         except Exception as error:
@@ -200,7 +208,8 @@ def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
     store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
     # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
     base = init_adapter(model.config, spec.lora, spec.seed)
-    policy = Engine(model.config, model.weights, base, BASE, settings, spec.lora.scale)
+    chat = load_chat(spec.model.path)
+    policy = Engine(model.config, model.weights, base, BASE, settings, spec.lora.scale, decode=chat.decode)
 
     def load(found: LatestAdapter) -> Adapter:
         return store.load(found.version, sha256=found.sha256)

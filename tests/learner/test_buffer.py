@@ -34,6 +34,17 @@ def closing(group: int, version: int = 0, members: int = 2, length: int = 10) ->
     return Closing("r", group, 0, f"c{group}", members, episodes, advantages=(1.0, -1.0) * (members // 2))
 
 
+def limited(one: Closing) -> Closing:
+    """Each sampled token was drawn from itself and token 9."""
+
+    def kept(episode: Episode) -> Episode:
+        ids = [[int(token), 9] for token in episode.tokens_T[episode.loss_mask_T]]
+        counts_T = np.where(episode.loss_mask_T, 2, 0)
+        return replace(episode, kept_counts_T=counts_T, kept_ids_K=np.array(ids).ravel())
+
+    return replace(one, episodes=tuple(kept(episode) for episode in one.episodes))
+
+
 def packed(*closings: Closing, bucket: int = 64) -> Pack:
     return pack(closings, bucket)
 
@@ -175,3 +186,39 @@ def test_a_pack_that_could_stop_a_step_or_train_what_is_not_counted_is_refused()
         replace(good, closings=(good.closings[0], replace(good.closings[1], run_id="another"))),
     ):
         assert fault(wrong, BUCKETS, 100) is not None
+
+
+def test_kept_ids_that_the_step_cannot_renormalise_over_are_refused() -> None:
+    good = packed(limited(closing(0)), closing(1))
+    assert fault(good, BUCKETS, 100, 2) is None
+    (row,) = good.rows
+    counts_T, ids_K = row.kept_counts_T, row.kept_ids_K
+    other = ids_K.copy()
+    other[:2] = 50
+    moved = np.roll(counts_T, -1)
+    for wrong, max_kept, reason in (
+        (row, 0, "none, as its run truncates no draw"),
+        (row, 1, "drawn from 2 kept ids and the learner compiled 1"),
+        (replace(row, kept_ids_K=ids_K[:-1]), 2, "do not fit"),
+        (replace(row, kept_counts_T=counts_T[:-1]), 2, "do not fit"),
+        (replace(row, kept_counts_T=-counts_T), 2, "do not fit"),
+        (replace(row, kept_counts_T=counts_T[:0]), 2, "counts none"),
+        (replace(row, kept_ids_K=np.where(ids_K == 9, 100, ids_K)), 2, "outside the model's vocabulary"),
+        (replace(row, kept_ids_K=np.where(ids_K == 9, -1, ids_K)), 2, "outside the model's vocabulary"),
+        (replace(row, kept_counts_T=moved), 2, "outside its loss mask"),
+        (replace(row, kept_ids_K=other), 2, "not among the kept ids"),
+    ):
+        found = fault(replace(good, rows=(wrong,)), BUCKETS, 100, max_kept)
+        assert found is not None
+        assert reason in found
+
+
+def test_kept_ids_stay_with_their_tokens_when_closings_are_packed_anew() -> None:
+    source = packed(limited(closing(0)), closing(1), limited(closing(2)))
+    buffer = Buffer(LearnerSettings(groups_per_step=1))
+    for one in unpack(source):
+        buffer.add(one, source, 0)
+    for group in range(3):
+        (row,) = lay_out(buffer.take([], 0).chosen)
+        assert fault(Pack("r", 64, (row,), (closing(group),)), BUCKETS, 100, 2) is None
+        assert row.kept_counts_T.sum() == (0 if group == 1 else 2 * row.loss_mask_T.sum())

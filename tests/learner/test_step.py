@@ -13,7 +13,7 @@ from learner.step import OptimizerSettings, Trainer
 from policy.lora import LoraSettings
 from policy.transformer import ModelConfig, hidden_states, unembed, visible
 from trajectories.packing import pack
-from trajectories.schema import Closing, Episode
+from trajectories.schema import Closing, Episode, kept_offsets
 
 CONFIG = ModelConfig(
     vocab_size=61, num_layers=3, embed_dim=24, num_heads=4, num_kv_heads=2, head_dim=6, mlp_dim=40, max_context=128
@@ -56,6 +56,7 @@ def build(
     loss=None,
     optimizer=None,
     remat=False,
+    max_kept=0,
 ):
     return Trainer(
         config,
@@ -66,6 +67,7 @@ def build(
         buckets=buckets,
         rows_per_call=rows_per_call,
         temperature=temperature,
+        max_kept=max_kept,
         seed=3,
         remat=remat,
     )
@@ -108,6 +110,24 @@ def closings(seed=0, members=4, prompts=PROMPTS):
     return result
 
 
+def limited(groups, max_kept=7, seed=0):
+    """The same, about two in three sampled tokens drawn from themselves and a few others."""
+    rng = np.random.default_rng(seed)
+
+    def some(episode):
+        kept = [
+            np.union1d(rng.integers(0, CONFIG.vocab_size, rng.integers(0, max_kept)), [token])
+            if sampled and rng.random() < 0.7
+            else np.zeros(0, np.int32)
+            for token, sampled in zip(episode.tokens_T, episode.loss_mask_T, strict=True)
+        ]
+        return dataclasses.replace(
+            episode, kept_counts_T=np.array([len(ids) for ids in kept]), kept_ids_K=np.concatenate(kept)
+        )
+
+    return [dataclasses.replace(c, episodes=tuple(some(e) for e in c.episodes)) for c in groups]
+
+
 def packed_rows(groups, bucket=128):
     """All closings as few rows, members sharing their prompt."""
     return pack(groups, bucket).rows
@@ -141,7 +161,7 @@ def assert_identical(left, right):
 def plain_logprobs(adapter, groups, temperature=1.0, config=CONFIG):
     """log pi [episodes, LENGTH - 1] of every token but the first, by the plainest means.
 
-    One episode per row, the logits of all positions, no packing, no chunks.
+    One episode per row, the logits of all positions, no packing, no chunks. A token with kept ids is one of those.
     """
     episodes = [episode for closing in groups for episode in closing.episodes]
     tokens_BT = np.stack([np.pad(episode.tokens_T, (0, LENGTH - len(episode))) for episode in episodes])
@@ -150,7 +170,14 @@ def plain_logprobs(adapter, groups, temperature=1.0, config=CONFIG):
     seen_BTT = visible(segments_BT, 0 * segments_BT)
     params = random_params(config=config)
     hidden = hidden_states(config, params, adapter, LORA.scale, tokens_BT, positions_BT, seen_BTT)
-    table = jax.nn.log_softmax(unembed(config, params, hidden)[:, :-1] / temperature)
+    left_out = np.zeros((*tokens_BT.shape, config.vocab_size), bool)
+    for b, episode in enumerate(episodes):
+        offsets = kept_offsets(episode.kept_counts_T)
+        for t in np.flatnonzero(episode.kept_counts_T):
+            left_out[b, t] = True
+            left_out[b, t, episode.kept_ids_K[offsets[t] : offsets[t + 1]]] = False
+    logits = jnp.where(left_out[:, 1:], -jnp.inf, unembed(config, params, hidden)[:, :-1])
+    table = jax.nn.log_softmax(logits / temperature)
     return jnp.take_along_axis(table, tokens_BT[:, 1:, None], -1)[..., 0]
 
 
@@ -195,6 +222,56 @@ def test_shared_prompt_rows_give_the_gradient_of_the_episodes_alone(temperature,
     assert prepared.row_tokens < sum(len(e) for c in groups for e in c.episodes)
     np.testing.assert_allclose(float(sums.loss) / prepared.loss_tokens, value, rtol=1e-5)
     assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize(("temperature", "kl_coefficient", "tied"), [(0.8, 0.0, True), (1.0, 0.05, False)])
+def test_truncated_draws_are_renormalised_over_their_kept_ids(temperature, kl_coefficient, tied):
+    """Loss, gradient and the penalty of the base are those of policies on the sampler's support, however packed."""
+    loss, config = LossSettings(kl_coefficient=kl_coefficient), dataclasses.replace(CONFIG, tie_embeddings=tied)
+    trainer = make_trainer(config=config, temperature=temperature, loss=loss, max_kept=9)
+    groups = limited(closings(seed=14))
+    value, expected = plain_gradient(trainer.adapter, groups, temperature, loss, config)
+    for rows in (packed_rows(groups), unpacked_rows(groups)):
+        prepared = trainer.prepare(rows)
+        gradient, sums = trainer.gradient(prepared)
+        assert sums.invalid == 0
+        np.testing.assert_allclose(float(sums.loss) / prepared.loss_tokens, value, rtol=1e-5)
+        assert_close(gradient, expected)
+    whole, _ = plain_gradient(trainer.adapter, closings(seed=14), temperature, loss, config)
+    assert abs(float(whole) - float(value)) > 0.01 * abs(float(value))
+
+
+def test_where_nothing_is_kept_a_truncating_run_computes_what_another_does(trainer):
+    groups = closings(seed=15)
+    other = make_trainer(max_kept=9)
+    assert trainer.prepare(packed_rows(groups)).calls[0][1].kept_NK is None
+    expected, _ = trainer.gradient(trainer.prepare(packed_rows(groups)))
+    assert_close(other.gradient(other.prepare(packed_rows(groups)))[0], expected)
+
+
+def test_a_token_outside_its_kept_ids_is_invalid_and_no_other():
+    trainer = make_trainer(max_kept=9)
+    groups = limited(closings(seed=16))
+    rows = packed_rows(groups)
+    _, expected_sums = trainer.gradient(trainer.prepare(rows))
+    row = rows[0]
+    index = int(np.flatnonzero(row.kept_counts_T)[0])
+    ids_K = row.kept_ids_K.copy()
+    ids_K[: row.kept_counts_T[index]] = (row.tokens_T[index] + 1) % CONFIG.vocab_size
+    spoilt = [dataclasses.replace(row, kept_ids_K=ids_K), *rows[1:]]
+    gradient, sums = trainer.gradient(trainer.prepare(spoilt))
+    assert (expected_sums.invalid, sums.invalid) == (0, 1)
+    silent = row.advantages_T.copy()
+    silent[index] = np.nan
+    without, _ = trainer.gradient(trainer.prepare([dataclasses.replace(row, advantages_T=silent), *rows[1:]]))
+    assert_close(gradient, without)
+
+
+@pytest.mark.parametrize("max_kept", [0, 3])
+def test_more_kept_ids_than_were_compiled_are_refused_with_the_mend(max_kept):
+    trainer = make_trainer(max_kept=max_kept, buckets=(128,))
+    with pytest.raises(ValueError, match=r"same \[sampling\]"):
+        trainer.prepare(packed_rows(limited(closings())))
 
 
 def test_any_split_into_rows_gives_the_same_gradient(trainer):
@@ -289,6 +366,10 @@ def test_nothing_compiles_after_warm_up():
         jax.tree.map(np.asarray, trainer.adapter)
         trainer.restore(jax.tree.map(np.asarray, trainer.state()))
     trainer.run(trainer.prepare([]))
+    assert trainer.compiles == compiled
+    limits = make_trainer(max_kept=9)
+    compiled = trainer.compiles
+    limits.run(limits.prepare([*packed_rows(limited(closings(seed=17))), *unpacked_rows(closings(seed=18))]))
     assert trainer.compiles == compiled
     jax.jit(lambda x: x * 3.14159)(np.ones(7))
     assert trainer.compiles > compiled  # so the counter does count

@@ -6,6 +6,7 @@ import pytest
 from pipelines import reference
 from pipelines.cli import DEMO, TINY_DEMO, main
 from pipelines.config import load_run
+from pipelines.learner import learner_spec
 from pipelines.settings import SettingsError
 
 
@@ -38,6 +39,8 @@ def write_run(folder: Path, text: str) -> str:
         ('name = "a"\n[sampling]\nmax_context = 4000', "add a bucket"),
         ('name = "a"\n[sampling]\nmax_context = 64\nmax_tokens = 64', "must be below sampling.max_context"),
         ('name = "a"\n[sampling]\ntemperature = 0.0', "above 0"),
+        ('name = "a"\n[sampling]\nmin_p = 0.1\nmax_kept = 0', "could not renormalise"),
+        ('name = "a"\n[sampling]\ntop_k = 80', "at least sampling.top_k"),
         ('name = "a"\n[loss]\nimportance_weights = false', "Turn the weights on or set max_staleness = 0"),
         ('name = "a"\n[environment]\nepisode_timeout_s = 5000.0', "issued twice"),
         ('name = "a"\n[learner]\nno_progress_s = 60.0', "one slow group ends the run"),
@@ -51,6 +54,12 @@ def test_runs_that_cannot_work_are_refused_with_the_mend(text: str, message: str
     with pytest.raises(SettingsError, match=message) as caught:
         load_run(file)
     assert file in str(caught.value)
+
+
+def test_the_learner_keeps_what_the_sampler_keeps_and_nothing_otherwise(tmp_path: Path) -> None:
+    file = write_run(tmp_path, 'name = "a"\n[sampling]\nmax_kept = 12')
+    assert learner_spec(load_run(file)).max_kept == 0
+    assert learner_spec(load_run(file, ["sampling.top_p=0.9"])).max_kept == 12
 
 
 def test_the_command_prints_the_resolved_run_or_what_is_wrong(
