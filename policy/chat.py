@@ -248,7 +248,7 @@ class TemplateChat:
         shown: list[dict[str, Any]] = []
         if tools and not able.tools:
             messages = _with_tools(messages, tools, self.calls)
-        unanswered: list[str] = []
+        unanswered: list[ToolCall] = []
         calls = 0
         joins = False
         for message in messages:
@@ -264,19 +264,22 @@ class TemplateChat:
                 continue
             joins = message.role == "tool" and role == "user"
             shown.append({"role": role, "content": content})
-            if message.name:
-                shown[-1]["name"] = self.tokenizer.guard(message.name, shield)
-            if message.role == "tool" and role == "tool":
-                shown[-1]["tool_call_id"] = unanswered.pop(0) if unanswered else CALL_ID
+            name = self.tokenizer.guard(message.name, shield)
+            if message.role == role == "tool":
+                call = unanswered.pop(0) if unanswered else ToolCall(name, {}, id=CALL_ID)
+                name = name or call.name
+                shown[-1]["tool_call_id"] = call.id
+            if name:
+                shown[-1]["name"] = name
             if message.tool_calls:
                 guarded = [self._guarded(call, shield, calls + i) for i, call in enumerate(message.tool_calls)]
                 calls += len(guarded)
                 if able.calls:
                     shown[-1]["tool_calls"] = [
-                        openai_call(c.name, json.dumps(c.arguments) if able.text_arguments else c.arguments, c.id)
+                        openai_call(c.name, _json(c.arguments) if able.text_arguments else c.arguments, c.id)
                         for c in guarded
                     ]
-                    unanswered = [call.id for call in guarded]
+                    unanswered = guarded
                 else:
                     shown[-1]["content"] = "\n".join(filter(None, (content, self.calls.render(guarded))))
         if shown and shown[0]["role"] == "system" and not able.system:
@@ -296,10 +299,14 @@ class TemplateChat:
         )
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _with_tools(messages: Sequence[Message], tools: Tools, calls: ToolCallFormat) -> list[Message]:
     """The conversation with the tools described in its system text."""
     system = messages[0].content if messages and messages[0].role == "system" else ""
-    schemas = (json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    schemas = (_json(tool.get("function", tool)) for tool in tools)
     described = "\n".join(("You may call these functions:", *schemas, calls.usage))
     return [Message("system", "\n\n".join(filter(None, (system, described)))), *messages[1 if system else 0 :]]
 
@@ -415,5 +422,6 @@ def _load_chat(model: str, variables: str, tool_calls: str) -> ChatFormat:
 def _checked(chat: TemplateChat) -> TemplateChat:
     """The format, if it can go on after a turn: at start it is cheaper to learn than in the middle of an episode."""
     for role in ("user", "tool"):
-        chat.continuation([Message(role, "on")])
+        if "xyzzy" not in chat.decode(chat.continuation([Message(role, "xyzzy")])):
+            raise chat._rewrites("ends them in another place, or shows nothing of what follows")
     return chat
