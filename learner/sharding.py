@@ -37,7 +37,7 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "embed": ("vocab", "embed"),
-        "unembed": ("embed", "vocab"),
+        "unembed": ("vocab", "embed"),
         "final_norm": ("norm",),
         "input_norm": ("norm",),
         "post_norm": ("norm",),

@@ -39,7 +39,7 @@ from policy.client import Completion, FinishReason, PolicyError, SamplingParams
 from policy.lora import Adapter, layer_adapter
 from policy.sampling import NOT_KEPT, Limits, seed_words
 from policy.settings import SamplingSettings
-from policy.transformer import ModelConfig, Params, unstack_layers
+from policy.transformer import ModelConfig, Params, fuse_adapter, fuse_layers
 from policy.weights import Weights
 from trajectories.schema import IntArray, Version, VersionSpan
 
@@ -200,11 +200,11 @@ class Engine:
         self._text = decode
         self._max_kept = min(settings.max_kept, config.vocab_size) if truncates else 0
         self._params = (
-            params.unrolled(jax.device_put)
+            params.fused(jax.device_put)
             if isinstance(params, Weights)
-            else jax.tree.map(jnp.asarray, unstack_layers(params))
+            else jax.tree.map(jnp.asarray, fuse_layers(params))
         )
-        self._adapter = self._by_layer(adapter)
+        self._adapter, self._adapter_shapes = self._by_layer(adapter), _shapes(adapter)
         self._version = version
         self._segments = settings.segments
         self._cache = self._new_cache()
@@ -323,15 +323,14 @@ class Engine:
 
         The newest of several pending swaps wins. Raises ValueError if it is not shaped like the present adapter.
         """
-        fresh = self._by_layer(adapter)
-        present, found = _shapes(self._adapter), _shapes(fresh)
+        present, found = self._adapter_shapes, _shapes(adapter)
         different = sorted(name for name in present.keys() | found.keys() if present.get(name) != found.get(name))
         if different:
             name = different[0]
             raise ValueError(
-                f"adapter {version}, layer {name} must be {present.get(name, 'absent')}, "
-                f"found {found.get(name, 'none')}"
+                f"adapter {version}: {name} must be {present.get(name, 'absent')}, found {found.get(name, 'none')}"
             )
+        fresh = self._by_layer(adapter)
         with self._changed:
             self._pending = (fresh, version)
             self._changed.notify()
@@ -817,7 +816,8 @@ class Engine:
         depths = {len(leaf) for leaf in jax.tree.leaves(adapter)}
         if depths != {self._config.num_layers}:
             raise ValueError(f"an adapter must have {self._config.num_layers} layers, found {sorted(depths)}")
-        return [jax.tree.map(jnp.array, layer_adapter(adapter, i)) for i in range(self._config.num_layers)]
+        config = self._config
+        return [jax.device_put(fuse_adapter(config, layer_adapter(adapter, i))) for i in range(config.num_layers)]
 
     @property
     def _length(self) -> int:

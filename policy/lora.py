@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from policy.families import NESTED_ROOT, PROJECTIONS, TEXT_ROOT, peft_module
@@ -142,4 +144,28 @@ def project(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> 
     y = flat @ weight
     if adapter is not None:
         y = y + ((flat @ adapter["a"].astype(x.dtype)) @ adapter["b"].astype(x.dtype)) * scale
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def project_fused(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> Any:
+    """`project` of a fused layer: W is [out, in], a is [R, in] and b is [out, R]; the same sums in another order."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = multiply(weight, flat)
+    if adapter is not None:
+        y = y + multiply(adapter["b"].astype(x.dtype), multiply(adapter["a"].astype(x.dtype), flat) * scale)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def multiply(weight: Any, x: Any, dtype: Any = None) -> Any:
+    """x Wᵀ for x [..., in] and W [out, in], accumulated and given in `dtype` (that of x by default).
+
+    On a CPU as W xᵀ with both transposes kept apart from the product: for few rows of x, XLA's matrix product is twice
+    as fast with the large matrix on the left, in order; left alone, XLA folds the transposes back into it.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    if jax.default_backend() == "cpu":
+        apart = jax.lax.optimization_barrier
+        y = apart(jnp.matmul(weight, apart(flat.T), preferred_element_type=dtype)).T
+    else:
+        y = jnp.matmul(flat, weight.T, preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -5,10 +5,11 @@ Every family of `policy.families` is this one decoder with other values in its `
 Parameters are plain pytrees; the computation of a layer is `Block`, whose attention is injected, so that the engine
 (KV cache) and the learner (rows of packed segments) compute everything else with the same lines:
 
-    {"embed": [V, D], "final_norm": [D], "unembed": [D, V] if untied, "layers": X}
+    {"embed": [V, D], "final_norm": [D], "unembed": [V, D] if untied, "layers": X}
 
-where X is stacked (one dict of arrays with a leading layer axis; training scans over it) or unrolled (a list of dicts;
-CPU sampling runs fastest so). Matrices are [in, out].
+where X is stacked (one dict of arrays with a leading layer axis; training scans over it), unrolled (a list of dicts) or
+fused (a list of dicts in which projections of one input are one matrix; sampling runs fastest so). Matrices are
+[in, out], but [out, in] where they are fused, as checkpoints have them.
 
 Axes: B batch, T sequence, S keys, D embedding, H query heads, K key/value heads, d head dimension, F MLP, V vocabulary,
 N any flat list of positions, L layers, r LoRA rank.
@@ -22,6 +23,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -33,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
 from policy.families import TEXT_ROOT, family_of, llama3_frequency
-from policy.lora import Adapter, layer_adapter, project
+from policy.lora import Adapter, layer_adapter, multiply, project, project_fused
 
 Array = Any
 """A JAX array; `Any` because JAX is not part of the type check."""
@@ -211,7 +213,7 @@ class ModelConfig:
             "final_norm": (self.embed_dim,),
         }
         if not self.tie_embeddings:
-            shapes["unembed"] = (self.embed_dim, self.vocab_size)
+            shapes["unembed"] = (self.vocab_size, self.embed_dim)
         return shapes
 
     def to_json(self) -> str:
@@ -229,6 +231,18 @@ class ModelConfig:
         if unknown or missing:
             raise ValueError(f"model config: unknown fields {unknown}, missing fields {missing}")
         return cls(**found)
+
+
+FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "o_proj": ("o_proj",),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "down_proj": ("down_proj",),
+    }
+)
+"""Matrix of the fused layout -> the projections whose outputs it holds, one behind the other."""
+_GROUPS = {members: name for name, members in FUSED.items()}
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -341,9 +355,16 @@ class Remat(StrEnum):
 class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of the type check
     """One pre-norm decoder layer; its state is exactly the layer's dict of parameters."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        for name, shape in config.layer_shapes().items():
+    def __init__(self, config: ModelConfig, fused: bool = False) -> None:
+        self.config, self.fused = config, fused
+        shapes = config.layer_shapes()
+        if fused:
+            for group, members in FUSED.items():
+                rows = sum(shapes[name][1] for name in members)
+                columns = shapes[members[0]][0]
+                shapes = {name: shape for name, shape in shapes.items() if name not in members}
+                shapes[group] = (rows, columns)
+        for name, shape in shapes.items():
             setattr(self, name, nnx.Param(jnp.zeros(shape)))
 
     def __call__(
@@ -356,7 +377,8 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         *,
         local: bool | Array = False,
     ) -> Array:
-        """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`); targets it lacks stay the base.
+        """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`; `fuse_adapter` for a fused layer);
+        targets it lacks stay the base.
 
         `local` chooses the rotary frequencies; the window itself is the business of `attend`.
         """
@@ -365,42 +387,49 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         if not isinstance(local, bool) and config.local_rope_theta is not None:
             frequencies = jnp.where(local, rotary_frequencies(config, True), frequencies)
 
-        def linear(name: str, x: Array) -> Array:
-            adapter = None if adapter_layer is None else adapter_layer.get(name)
-            return checkpoint_name(project(x, getattr(self, name)[...], adapter, lora_scale), _PROJECTION)
+        share = adapter_layer or {}
+
+        def linear(x: Array, *names: str) -> tuple[Array, ...]:
+            """The projections of one input."""
+            if not self.fused:
+                outputs = (project(x, getattr(self, name)[...], share.get(name), lora_scale) for name in names)
+                return tuple(checkpoint_name(y, _PROJECTION) for y in outputs)
+            group = _GROUPS[names]
+            y = project_fused(x, getattr(self, group)[...], share.get(group), lora_scale)
+            widths = [config.layer_shapes()[name][1] for name in names]
+            return tuple(jnp.split(y, np.cumsum(widths)[:-1], axis=-1))
 
         def norm(name: str, x: Array) -> Array:
             return rms_norm(x, getattr(self, name)[...], config.norm_eps)
 
-        def heads(name: str, x: Array, count: int) -> Array:
-            y = linear(f"{name}_proj", x)
+        def heads(name: str, y: Array, count: int) -> Array:
             if config.attention_bias:
                 y = y + getattr(self, f"{name}_bias")[...]
-            y = y.reshape(*x.shape[:2], count, config.head_dim)
+            y = y.reshape(*y.shape[:2], count, config.head_dim)
             return norm(f"{name}_norm", y) if config.qk_norm and name != "v" else y
 
-        h = norm("input_norm", x_BTD)
-        q = rotate(heads("q", h, config.num_heads), positions_BT, frequencies)
-        k = rotate(heads("k", h, config.num_kv_heads), positions_BT, frequencies)
-        v = heads("v", h, config.num_kv_heads)
+        q, k, v = linear(norm("input_norm", x_BTD), "q_proj", "k_proj", "v_proj")
+        q = rotate(heads("q", q, config.num_heads), positions_BT, frequencies)
+        k = rotate(heads("k", k, config.num_kv_heads), positions_BT, frequencies)
+        v = heads("v", v, config.num_kv_heads)
         if config.query_scale is not None:
             # Every attention divides by sqrt(d).
             q = q * (config.query_scale * config.head_dim**0.5)
-        h = linear("o_proj", attend(q, k, v).reshape(*x_BTD.shape[:2], -1))
+        (h,) = linear(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), "o_proj")
         x_BTD = x_BTD + (norm("attention_output_norm", h) if config.output_norms else h)
-        h = norm("post_norm", x_BTD)
-        h = linear("down_proj", config.activation(linear("gate_proj", h)) * linear("up_proj", h))
+        gate, up = linear(norm("post_norm", x_BTD), "gate_proj", "up_proj")
+        (h,) = linear(config.activation(gate) * up, "down_proj")
         return x_BTD + (norm("mlp_output_norm", h) if config.output_norms else h)
 
 
 @functools.lru_cache(maxsize=16)
-def _block_graph(config: ModelConfig) -> Any:
-    return nnx.split(nnx.eval_shape(lambda: Block(config)))[0]
+def _block_graph(config: ModelConfig, fused: bool) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: Block(config, fused)))[0]
 
 
 def make_block(config: ModelConfig, layer: Layer) -> Block:
     """The block around one layer's parameters. Costs nothing at run time when called while tracing."""
-    return nnx.merge(_block_graph(config), dict(layer))  # type: ignore[no-any-return]
+    return nnx.merge(_block_graph(config, "qkv_proj" in layer), dict(layer))  # type: ignore[no-any-return]
 
 
 def is_stacked(params: Params) -> bool:
@@ -426,6 +455,44 @@ def unstack_layers(params: Params) -> Params:
     return {**params, "layers": [{name: array[i] for name, array in layers.items()} for i in range(count)]}
 
 
+def fuse_layers(params: Params) -> Params:
+    """The same parameters in the fused layout; numpy stays numpy."""
+    fused = []
+    for layer in unstack_layers(params)["layers"]:
+        join = np.concatenate if isinstance(layer["q_proj"], np.ndarray) else jnp.concatenate
+        members = {name for group in FUSED.values() for name in group}
+        rest = {name: array for name, array in layer.items() if name not in members}
+        fused.append({**rest, **{group: join([layer[name].T for name in names]) for group, names in FUSED.items()}})
+    return {**params, "layers": fused}
+
+
+def fuse_adapter(config: ModelConfig, share: Adapter | None) -> Adapter | None:
+    """One layer's share of an adapter for a fused layer, numpy: {group: {"a": [R, in], "b": [out, R]}}.
+
+    The R = rank × targets columns of "b" are zero but for the target that they belong to, so that the group's
+    update is two products and the sum of the targets' own.
+    """
+    if share is None:
+        return None
+    fused: Adapter = {}
+    for group, names in FUSED.items():
+        present = [name for name in names if name in share]
+        if not present:
+            continue
+        a_RI = np.concatenate([np.asarray(share[name]["a"]).T for name in present])
+        b_OR = np.zeros((sum(config.layer_shapes()[name][1] for name in names), len(a_RI)), a_RI.dtype)
+        row = column = 0
+        for name in names:
+            width = config.layer_shapes()[name][1]
+            if name in share:
+                b = np.asarray(share[name]["b"]).T
+                b_OR[row : row + width, column : column + b.shape[1]] = b
+                column += b.shape[1]
+            row += width
+        fused[group] = {"a": a_RI, "b": b_OR}
+    return fused
+
+
 def embed(config: ModelConfig, params: Params, tokens_BT: Array) -> Array:
     """x_BTD, the input of the first block."""
     x = jnp.asarray(params["embed"])[tokens_BT]
@@ -439,10 +506,7 @@ def final_norm(config: ModelConfig, params: Params, x: Array) -> Array:
 
 def unembed(config: ModelConfig, params: Params, hidden: Array) -> Array:
     """Float32 logits [..., V] of hidden states [..., D] that passed the final norm."""
-    if config.tie_embeddings:
-        logits = jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
-    else:
-        logits = jnp.einsum("...d,dv->...v", hidden, params["unembed"], preferred_element_type=jnp.float32)
+    logits = multiply(params["embed" if config.tie_embeddings else "unembed"], hidden, jnp.float32)
     cap = config.final_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -599,11 +663,8 @@ def _slope(config: ModelConfig, head: Params, logits_NV: Array, probabilities_NV
         steepness_NV = 1.0 - (logits_NV / config.final_softcap) ** 2
         probabilities_NV = probabilities_NV * steepness_NV
         steepness_N1 = jnp.take_along_axis(steepness_NV, targets_N[:, None], -1, mode="clip")
-    if config.tie_embeddings:
-        chosen = head["embed"][targets_N] * steepness_N1
-        return chosen - probabilities_NV.astype(head["embed"].dtype) @ head["embed"]
-    chosen = jnp.take(head["unembed"], targets_N, axis=1, mode="clip").T * steepness_N1
-    return chosen - jnp.einsum("nv,dv->nd", probabilities_NV.astype(head["unembed"].dtype), head["unembed"])
+    table_VD = head["embed" if config.tie_embeddings else "unembed"]
+    return table_VD[targets_N] * steepness_N1 - probabilities_NV.astype(table_VD.dtype) @ table_VD
 
 
 def _logprobs(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from policy.families import GGUF_ROPE_FACTORS, Unsupported, family_of, gguf_config, hf_config
 from policy.files import CALCULATOR_TINY, SMOLLM2, ModelError, find_model
-from policy.transformer import ModelConfig, Params, unstack_layers
+from policy.transformer import FUSED, ModelConfig, Params, unstack_layers
 
 __all__ = ["LoadedModel", "ModelError", "ModelSettings", "Weights", "load_model", "save_model"]
 
@@ -33,6 +33,9 @@ _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower."
 """Tensors of a model that sees pictures too, which its language model does without."""
 _DERIVED = (".rotary_emb.inv_freq",)
 """Buffers that some checkpoints hold and their configs imply."""
+
+_TABLES = ("embed", "unembed")
+"""Matrices that we keep as checkpoints do, [V, D]."""
 
 Index = tuple[slice, ...]
 _Names = dict[tuple[str, int | None], str]
@@ -84,7 +87,7 @@ class Weights:
     names: Mapping[tuple[str, int | None], str]
     source: _Source
     transposed: bool
-    """Matrices but the embedding lie in the file as [out, in]."""
+    """Projections lie in the file as [out, in]."""
     norm_offset: float = 0.0
     heads_interleaved: Mapping[str, int] | None = None
     """Projection -> heads, of those whose rotary halves the file interleaves."""
@@ -97,7 +100,7 @@ class Weights:
         """One tensor of one layer (None: outside the layers), or a slice of it, [in, out]; contiguous."""
         foreign, shape = self.names[name, layer], self.shape(name)
         index = index if index is not None else (slice(None),) * len(shape)
-        flip = self.transposed and len(shape) == 2 and name != "embed"
+        flip = self.transposed and len(shape) == 2 and name not in _TABLES
         heads = (self.heads_interleaved or {}).get(name)
         if heads:
             whole = self.source.read(foreign, (slice(None),) * len(shape))
@@ -118,6 +121,28 @@ class Weights:
             target = params if layer is None else params["layers"][layer]
             target[name] = place(self.read(name, layer))
         return params
+
+    def fused(self, place: Callable[[NDArray[Any]], Any] = lambda array: array) -> Params:
+        """As `unrolled`, in the fused layout (`policy.transformer.FUSED`)."""
+        config = self.config
+        members = {name for names in FUSED.values() for name in names}
+        params: Params = {name: place(self.read(name, None)) for name in config.model_shapes()}
+        params["layers"] = []
+        for i in range(config.num_layers):
+            layer = {name: place(self.read(name, i)) for name in config.layer_shapes() if name not in members}
+            for group, names in FUSED.items():
+                layer[group] = place(self._read_fused(names, i))
+            params["layers"].append(layer)
+        return params
+
+    def _read_fused(self, names: tuple[str, ...], layer: int) -> NDArray[Any]:
+        shapes = [self.shape(name) for name in names]
+        joined = np.empty((sum(shape[1] for shape in shapes), shapes[0][0]), self.dtype.numpy)
+        row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            joined[row : row + shape[1]] = self.read(name, layer).T
+            row += shape[1]
+        return joined
 
     def stacked(self, place: Callable[[str, tuple[int, ...], Callable[[Index], NDArray[Any]]], Any]) -> Params:
         """All parameters with stacked layers. `place(name, shape, read)` makes each array from the slices it wants;
@@ -391,7 +416,7 @@ def _check(path: Path, weights: Weights, stored: Mapping[str, tuple[int, ...]]) 
     expected = {}
     for (name, _), foreign in weights.names.items():
         shape = weights.shape(name)
-        flip = weights.transposed and len(shape) == 2 and name != "embed"
+        flip = weights.transposed and len(shape) == 2 and name not in _TABLES
         expected[foreign] = shape[::-1] if flip else shape
     faults = [f"missing {name} {list(expected[name])}" for name in sorted(expected.keys() - stored.keys())]
     faults += [f"unexpected {name} {list(stored[name])}" for name in sorted(stored.keys() - expected.keys())]

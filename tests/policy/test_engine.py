@@ -673,11 +673,9 @@ def test_a_failing_call_fails_its_requests_and_the_engine_goes_on(engine):
 def test_an_adapter_of_another_shape_is_refused(engine):
     wrong = {name: dict(parts) for name, parts in make_adapter(1).items()}
     wrong["k_proj"]["b"] = wrong["k_proj"]["b"][:, :, :2]
-    with pytest.raises(
-        ValueError, match=r"3\.1, layer \[0\]\['k_proj'\]\['b'\] must be float32\[4, 16\], found .*\[4, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"3\.1: \['k_proj'\]\['b'\] must be float32\[2, 4, 16\], found .*\[2, 4, 2\]"):
         engine.swap(wrong, Version(3, 1))
-    with pytest.raises(ValueError, match="must have 2 layers, found"):
+    with pytest.raises(ValueError, match=r"must be float32\[2, .* found float32\[1, "):
         engine.swap(jax.tree.map(lambda leaf: leaf[:1], make_adapter(1)), Version(3, 1))
     with pytest.raises(ValueError, match=r"must be float32.*, found none"):
         engine.swap(None, Version(3, 1))

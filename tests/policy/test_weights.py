@@ -70,7 +70,7 @@ def write_gguf(path, config, params, *, architecture="llama", leave_out=(), add=
         writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
     tensors = {"token_embd.weight": params["embed"], "output_norm.weight": params["final_norm"]}
     if "unembed" in params:
-        tensors["output.weight"] = params["unembed"].T
+        tensors["output.weight"] = params["unembed"]
     for i, layer in enumerate(params["layers"]):
         for name, array in layer.items():
             matrix = array.T if array.ndim == 2 else array
