@@ -97,9 +97,17 @@ class _Known:
 class ServedPolicy:
     """One engine, and the names of the adapters that it had. All calls on one event loop."""
 
-    def __init__(self, name: str, engine: Engine, config: ModelConfig, lora: LoraSettings, settings: ServeSettings):
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        config: ModelConfig,
+        lora: LoraSettings,
+        sampling: SamplingSettings,
+        settings: ServeSettings,
+    ) -> None:
         """`engine` must sample with the base, as version `BASE`, of an adapter of `lora`'s shapes."""
-        self.name, self.engine = name, engine
+        self.name, self.engine, self.max_kept = name, engine, sampling.max_kept
         self.vocab_size = config.vocab_size
         self._config, self._lora, self._settings = config, lora, settings
         self._roots = [*settings.adapter_roots, *filter(None, [settings.adapter, settings.follow])]
@@ -150,6 +158,8 @@ class ServedPolicy:
             self.engine.close_session(session)
             if named is not None:
                 self._using[named] -= 1
+                if not self._using[named]:
+                    del self._using[named]
 
     def _named(self, model: str) -> Version | None:
         if not model:
@@ -530,7 +540,7 @@ class Api:
         params = self._params(body, _CHAT_NAMES, "")
         completion = await self._policy.sample(_model(body, "model"), ids, params)
         tokens = completion.token_ids_N.tolist()
-        action = self._chat.parse(tokens, completion.finish_reason)
+        action = self._chat.parse(tokens, completion.finish_reason, tools)
         calls = [
             {
                 "id": f"call-{secrets.token_hex(8)}",
@@ -600,7 +610,7 @@ class Api:
         if strings is None or not all(isinstance(text, str) for text in strings):
             raise Refused(400, f"{where}stop must be a text or a list of texts, found {_shown(stop)}")
         try:
-            return SamplingParams(
+            params = SamplingParams(
                 temperature=_real(fields, "temperature", 1.0, where),
                 max_tokens=_integer(max_tokens, where + names.max_tokens[0]),
                 stop_token_ids=tuple(dict.fromkeys(ids)),
@@ -612,6 +622,13 @@ class Api:
             )
         except ValueError as error:
             raise Refused(400, f"{where}{error}") from error
+        if params.truncates and not 0 < max(1, params.top_k) <= self._policy.max_kept:
+            raise Refused(
+                400,
+                f"{where}top_k must be at most {self._policy.max_kept} here, the most tokens that any truncated draw "
+                f"chooses from; found {params.top_k}: start the server with a larger sampling.max_kept",
+            )
+        return params
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -728,14 +745,15 @@ def _error(status: int, reason: str) -> web.Response:
 # The process.
 
 
-def build_engine(
+def build_policy(
     model: ModelSettings, lora: LoraSettings | None, sampling: SamplingSettings, settings: ServeSettings
-) -> tuple[str, Engine, ModelConfig, LoraSettings]:
-    """The model's name, an engine that samples with it, and what adapters it takes.
+) -> tuple[ServedPolicy, ChatFormat]:
+    """A fresh engine that samples with the model, and the model's chat format.
 
-    Without `lora` the adapter to begin with decides, else the run that is followed, else the defaults.
+    Without `lora` the adapter to begin with decides what adapters the engine takes, else the run that is followed, else
+    the defaults do. Raises ModelError, ChatFormatError, BadAdapter, or ValueError for settings that do not fit.
     """
-    loaded = load_model(model)
+    loaded, chat = load_model(model), load_chat(model.path)
     if lora is None and settings.adapter:
         lora = load_peft(open_storage(settings.adapter), loaded.config)[1]
     if lora is None and settings.follow:
@@ -744,19 +762,17 @@ def build_engine(
         if latest is not None:
             lora = load_peft(storage.join(f"adapters/{latest.version}"), loaded.config)[1]
     lora = lora or LoraSettings()
-    base = zero_adapter(loaded.config, lora)
-    # What requests will ask for is not known, so everything that the settings allow is compiled.
     engine = Engine(
         loaded.config,
-        loaded.params,
-        base,
+        loaded.weights,
+        zero_adapter(loaded.config, lora),
         BASE,
         sampling,
         lora.scale,
-        decode=load_chat(model.path).decode,
+        decode=chat.decode,
         truncates=sampling.max_kept > 0,
     )
-    return loaded.name, engine, loaded.config, lora
+    return ServedPolicy(loaded.name, engine, loaded.config, lora, sampling, settings), chat
 
 
 def serve(
@@ -768,14 +784,13 @@ def serve(
 ) -> None:
     """Load the model, answer until SIGTERM or Ctrl-C. `ready` is told the address once requests are answered.
 
-    Raises ModelError, BadAdapter or OSError (the port) before that.
+    Raises what `build_policy` does, or OSError for the port.
     """
-    chat = load_chat(model.path)
-    name, engine, config, lora = build_engine(model, lora, sampling, settings)
+    policy, chat = build_policy(model, lora, sampling, settings)
     try:
-        asyncio.run(_serve(ServedPolicy(name, engine, config, lora, settings), chat, settings, ready))
+        asyncio.run(_serve(policy, chat, settings, ready))
     finally:
-        engine.close()
+        policy.engine.close()
 
 
 async def _serve(policy: ServedPolicy, chat: ChatFormat, settings: ServeSettings, ready: Callable[[str], None]) -> None:

@@ -138,6 +138,17 @@ class SamplingSettings:
             raise ValueError(f"sampling.servers must hold each address once, found {list(self.servers)}")
         if self.backend is Backend.REMOTE and not self.servers:
             raise ValueError('sampling.servers must hold an address with backend = "remote", found none')
+        if self.backend is Backend.REMOTE and self.truncates:
+            if self.dialect is Dialect.COMPLETIONS:
+                raise ValueError(
+                    "sampling.dialect must be vllm or sglang with top_k, top_p or min_p, found completions: that API "
+                    "does not say which ids a token was drawn from"
+                )
+            if not self.top_k:
+                raise ValueError(
+                    "sampling.top_k must be above 0 with top_p or min_p and servers, found 0: servers do not know "
+                    "sampling.max_kept, top_k keeps their draws within it"
+                )
         for name in ("connect_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"sampling.{name} must be more than 0 seconds, found {getattr(self, name)}")

@@ -24,7 +24,7 @@ from policy.client import FinishReason, PolicyError, SamplingParams
 from policy.files import CALCULATOR_TINY
 from policy.lora import zero_adapter
 from policy.remote import RemotePolicy
-from policy.serve import BASE, ServeSettings, build_engine
+from policy.serve import BASE, ServeSettings, build_policy
 from policy.settings import Backend, Dialect, SamplingSettings
 from policy.weights import ModelSettings, load_model
 from tests.policy.server import LORA, MAX_CONTEXT, Server, make_adapter, publish, roomy_model, serving
@@ -79,7 +79,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(model):
     """The same engine in this process."""
-    _, engine, _, _ = build_engine(ModelSettings(model), LORA, SETTINGS, ServeSettings())
+    engine = build_policy(ModelSettings(model), LORA, SETTINGS, ServeSettings())[0].engine
     yield engine
     engine.close()
 
@@ -122,6 +122,7 @@ def assert_same(found, expected):
     assert found.token_ids_N.tolist() == expected.token_ids_N.tolist()
     assert np.abs(found.logprobs_N - expected.logprobs_N).max() < 1e-5
     assert found.finish_reason == expected.finish_reason
+    assert [ids.tolist() for ids in found.kept_ids] == [ids.tolist() for ids in expected.kept_ids]
 
 
 @pytest.mark.parametrize("dialect", Dialect)
@@ -137,6 +138,26 @@ def test_every_dialect_samples_what_the_engine_in_this_process_samples(dialect, 
         assert short.version_spans == (VersionSpan(0, BASE),)
         assert policy.first_token_at.keys() == {BASE}
         assert (policy.running, policy.queued) == (0, 0)
+
+
+@pytest.mark.parametrize("dialect", [Dialect.VLLM, Dialect.SGLANG])
+def test_truncated_draws_come_with_the_ids_they_chose_from(dialect, server, engine):
+    with connected(server.address, dialect=dialect) as policy:
+        for truncation in ({"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2, "top_k": 10}):
+            params = {"temperature": 1.3, "seed": 3, "max_tokens": 14, "stop_token_ids": CHAT.stop_token_ids}
+            found = ask(policy, **params, **truncation)
+            assert_same(found, sampled_here(engine, prompt(), **params, **truncation))
+            assert len(found.kept_ids) == len(found.token_ids_N)
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_stop_strings_end_a_turn_in_every_dialect(dialect, server, engine):
+    params = {"temperature": 0.0, "max_tokens": 14, "stop": ("+3",), "stop_token_ids": CHAT.stop_token_ids}
+    with connected(server.address, dialect=dialect) as policy:
+        found = ask(policy, **params)
+        assert_same(found, sampled_here(engine, prompt(), **params))
+        assert found.finish_reason == FinishReason.STOP
+        assert CHAT.decode(found.token_ids_N.tolist()).endswith("+3")
 
 
 def test_a_context_that_fills_up_ends_the_turn(server):
@@ -551,6 +572,11 @@ def test_a_slow_server_and_a_closed_policy_fail_what_waits(scripted):
         ({"servers": ("http://me:pass@host:1",)}, "api_key_env"),
         ({"servers": ("http://a:1", "http://a:1")}, "each address once"),
         ({"request_timeout_s": 0.0}, "more than 0 seconds"),
+        ({"backend": Backend.REMOTE, "servers": ("http://a:1",), "top_p": 0.9}, "top_k must be above 0"),
+        (
+            {"backend": Backend.REMOTE, "servers": ("http://a:1",), "top_k": 5, "dialect": Dialect.COMPLETIONS},
+            "must be vllm or sglang",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, message):

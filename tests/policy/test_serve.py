@@ -1,0 +1,309 @@
+"""The HTTP API over a real engine: what it answers, what it refuses, whom it serves."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from policy.adapters import AdapterStore
+from policy.chat import load_chat
+from policy.client import SamplingParams
+from policy.files import CALCULATOR_TINY
+from policy.lora import LoraSettings, init_adapter, zero_adapter
+from policy.serve import BASE, Api, ServedPolicy, ServeSettings, build_policy, fit
+from policy.settings import SamplingSettings
+from policy.weights import ModelSettings, load_model
+from tests.policy.server import LORA, make_adapter, publish
+from trajectories.schema import Version
+from trajectories.storage import open_storage
+
+CHAT = load_chat(CALCULATOR_TINY)
+Q = [CHAT.ids["<q>"], *CHAT.encode("12+34"), CHAT.ids["</q>"]]
+VLLM, SGLANG, COMPLETIONS = "/inference/v1/generate", "/generate", "/v1/completions"
+
+
+SAMPLING = SamplingSettings(slots=4, small_batch=0, max_context=64, max_kept=8)
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The engine of every test's server, and its model's config."""
+    engine = build_policy(ModelSettings(CALCULATOR_TINY), LORA, SAMPLING, ServeSettings())[0].engine
+    yield engine, load_model(ModelSettings(CALCULATOR_TINY)).config
+    engine.close()
+
+
+@contextlib.asynccontextmanager
+async def client(built, **changes):
+    """A client of a fresh server over the module's engine, with the base in force."""
+    engine, config = built
+    engine.swap(zero_adapter(config, LORA), BASE)
+    while engine.version != BASE:
+        await asyncio.sleep(0.01)
+    settings = dataclasses.replace(ServeSettings(drain_s=2.0), **changes)
+    policy = ServedPolicy(CALCULATOR_TINY, engine, config, LORA, SAMPLING, settings)
+    app = Api(policy, CHAT, settings).application()
+    async with TestClient(TestServer(app, handler_cancellation=True)) as found:
+        yield found, policy
+
+
+async def post(found, path, body, **options):
+    data = body if isinstance(body, str | bytes) else json.dumps(body)
+    async with found.post(path, data=data, **options) as response:
+        return response.status, await response.json()
+
+
+async def greedy(found, model=""):
+    body = {"model": model, "token_ids": Q, "sampling_params": {"temperature": 0, "max_tokens": 9, "logprobs": 0}}
+    status, answer = await post(found, VLLM, body)
+    return status, answer["choices"][0]["token_ids"] if status == 200 else answer["error"]["message"]
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 240))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (VLLM, "{", 400, "is no JSON"),
+        (VLLM, b"\xff\xfe{}", 400, "is no JSON"),
+        (VLLM, "[" * 100_000, 400, "is no JSON"),
+        (VLLM, [1], 400, "the body must be a JSON object"),
+        (VLLM, {}, 400, "token_ids must be one flat list"),
+        (VLLM, {"token_ids": [[1]]}, 400, "token_ids must be one flat list"),
+        (VLLM, {"token_ids": [1.5]}, 400, "token_ids must be one flat list"),
+        (VLLM, {"token_ids": [True]}, 400, "token_ids must be one flat list"),
+        (VLLM, {"token_ids": [1, 999]}, 400, "ids from 0 to 23, found 999"),
+        (VLLM, {"token_ids": [1] * 64}, 400, "has 64 tokens, the context holds 64"),
+        (SGLANG, {"input_ids": [1] * 64}, 400, "has 64 tokens, the context holds 64"),
+        (COMPLETIONS, {"prompt": "1" * 64}, 400, "has 64 tokens, the context holds 64"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt must be one flat list"),
+        (COMPLETIONS, {"prompt": 7}, 400, "prompt must be one flat list"),
+        (VLLM, {"token_ids": [1], "sampling_params": []}, 400, "sampling_params must be a JSON object"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"temperature": -1}}, 400, "temperature must be 0"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"temperature": "1"}}, 400, "temperature must be a number"),
+        (VLLM, '{"token_ids": [1], "sampling_params": {"temperature": NaN}}', 400, "temperature must be a number"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, 400, "max_tokens must be at least 1"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"max_tokens": 1.5}}, 400, "max_tokens must be a whole number"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n = 2 cannot be done"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"repetition_penalty": 1.1}}, 400, "repetition_penalty = 1.1"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"top_k": 9}}, 400, "top_k must be at most 8 here"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"top_p": 2}}, 400, "top_p must be above 0 and at most 1"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"stop": [""]}}, 400, "stop must hold strings"),
+        (VLLM, {"token_ids": [1], "stream": True}, 400, "stream = True cannot be done"),
+        (VLLM, {"token_ids": [1], "model": "gpt"}, 404, "'gpt' is not served here: name 'calculator-tiny'"),
+        (VLLM, {"token_ids": [1], "model": 3}, 400, "model must be a text"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages must be a list"),
+        ("/v1/chat/completions", {"messages": [{"role": "tool"}, 1]}, 400, r"messages\[1\] must be a JSON object"),
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}]}, 400, "cannot be rendered"),
+        ("/v1/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path must be a text"),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "'a' is not loaded"),
+        ("/nowhere", {}, 404, "there is no /nowhere; there is /generate"),
+        ("/health", {}, 405, "Method Not Allowed: POST /health"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_what_and_where(path, body, status, message, built):
+    async def refused():
+        async with client(built) as (found, policy):
+            answer = await post(found, path, body)
+            assert await greedy(found) == (200, await in_process(policy))
+            return answer
+
+    found, answer = run(refused())
+    assert found == status
+    assert re.search(message, answer["error"]["message"]), answer
+
+
+async def in_process(policy):
+    params = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=CHAT.stop_token_ids)
+    return (await policy.sample("", Q, params)).token_ids_N.tolist()
+
+
+def test_a_body_over_the_limit_and_a_wrong_key_are_refused(built):
+    async def limits():
+        async with client(built, max_body_bytes=2000, api_key="sesame") as (found, _):
+            key = {"headers": {"Authorization": "Bearer sesame"}}
+            answers = [
+                await post(found, VLLM, {"token_ids": [1]}),
+                await post(found, VLLM, {"token_ids": [1]}, headers={"Authorization": "Bearer sesam"}),
+                await post(found, VLLM, {"token_ids": [1] * 5000}, **key),
+                await post(found, VLLM, {"token_ids": [1], "sampling_params": {"max_tokens": 1}}, **key),
+            ]
+            async with found.get("/health") as health:
+                return [*answers, (health.status, await health.json())]
+
+    answers = run(limits())
+    assert [status for status, _ in answers] == [401, 401, 413, 200, 200]
+    assert "Authorization: Bearer KEY" in answers[0][1]["error"]["message"]
+    assert "larger than 2000 bytes" in answers[2][1]["error"]["message"]
+
+
+def test_people_get_text_and_tool_calls(built):
+    async def talk():
+        async with client(built) as (found, _):
+            question = {"role": "user", "content": [{"type": "text", "text": "12+34"}]}
+            body = {"messages": [question], "temperature": 0}
+            chat = (await post(found, "/v1/chat/completions", body))[1]["choices"][0]
+            wanted = {"prompt": "12", "temperature": 0, "max_tokens": 2, "logprobs": 1}
+            return chat, (await post(found, COMPLETIONS, wanted))[1]["choices"][0]
+
+    chat, text = run(talk())
+    call = chat["message"]["tool_calls"][0]["function"]
+    assert (call["name"], json.loads(call["arguments"])) == ("calculator", {"expression": "12+34"})
+    assert chat["finish_reason"] == "tool_calls"
+    assert text["text"] == "".join(text["logprobs"]["tokens"])
+    assert len(text["logprobs"]["token_logprobs"]) == 2
+
+
+def test_adapters_come_and_go(built, tmp_path):
+    _, config = built
+    urls = [publish(tmp_path, config, Version(step, 1), step) for step in (1, 2)]
+
+    async def load(found, name, url):
+        return (await post(found, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": url}))[0]
+
+    async def sequence():
+        async with client(built, adapter_roots=(str(tmp_path),)) as (found, _):
+            base = await greedy(found)
+            assert await load(found, "one", urls[0]) == 200
+            one = await greedy(found, "one")
+            assert await greedy(found) == one != base
+            assert (await greedy(found, "calculator-tiny"))[0] == 409
+            assert await load(found, "two", urls[1]) == 200
+            assert (await greedy(found, "one"))[0] == 409
+            two = await greedy(found, "two")
+            assert await load(found, "another name of one", urls[0]) == 200
+            assert await greedy(found, "one") == await greedy(found, "another name of one") == one != two
+            assert await load(found, "one", urls[1]) == 400
+            assert await load(found, "calculator-tiny", urls[1]) == 400
+            async with found.get("/v1/models") as response:
+                listed = [card["id"] for card in (await response.json())["data"]]
+            assert listed == ["calculator-tiny", "another name of one"]
+            status, _ = await post(found, "/unload_lora_adapter", {"lora_name": "another name of one"})
+            assert status == 200
+            assert await greedy(found) == await greedy(found, "calculator-tiny") == base
+            async with found.get("/metrics") as response:
+                metrics = await response.json()
+            assert (metrics["adapter"], metrics["running"], metrics["failures"]) == ("", 0, 0)
+            assert metrics["requests"]["refused"] == 4
+
+    run(sequence())
+
+
+def test_an_adapter_waits_for_the_requests_that_name_the_one_before_it(built, tmp_path):
+    engine, config = built
+    url = publish(tmp_path, config, Version(1, 1), 1)
+    body = {"token_ids": Q, "model": "calculator-tiny", "sampling_params": {"max_tokens": 50, "ignore_eos": True}}
+
+    async def overlapping():
+        async with client(built, adapter_roots=(str(tmp_path),)) as (found, _):
+            for _ in range(5):
+                running = [asyncio.create_task(post(found, VLLM, body)) for _ in range(4)]
+                while not engine.running:
+                    await asyncio.sleep(0.001)
+                await post(found, "/v1/load_lora_adapter", {"lora_name": "one", "lora_path": url})
+                assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
+                await post(found, "/v1/unload_lora_adapter", {"lora_name": "one"})
+
+    run(overlapping())
+
+
+def test_adapters_outside_the_allowed_folders_or_of_other_models_are_refused(built, tmp_path):
+    _, config = built
+    allowed, outside = tmp_path / "allowed", tmp_path / "outside"
+    url = publish(outside, config, Version(1, 1), 1)
+    too_large = publish(allowed, config, Version(2, 1), 1, LoraSettings(rank=8, alpha=16.0))
+    os.symlink(outside, allowed / "link")
+    broken = allowed / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text("{}")
+    (broken / "adapter_model.safetensors").write_bytes(b"nothing")
+
+    async def tries():
+        async with client(built, adapter_roots=(str(allowed), "gs://bucket/runs")) as (found, _):
+            urls = [
+                url,
+                f"{allowed}/../outside",
+                f"{allowed}/link",
+                "gs://bucket/runs-of-others/a",
+                "gs://bucket/runs/../a",
+                too_large,
+                str(broken),
+                str(allowed / "nothing"),
+            ]
+            return [
+                await post(found, "/load_lora_adapter", {"lora_name": f"a{number}", "lora_path": tried})
+                for number, tried in enumerate(urls)
+            ]
+
+    answers = run(tries())
+    assert [status for status, _ in answers] == [403] * 5 + [400] * 3
+    assert "its rank is 8" in answers[5][1]["error"]["message"]
+
+
+def test_the_newest_adapter_of_a_followed_run_is_in_force(built, tmp_path):
+    _, config = built
+    store = AdapterStore(open_storage(str(tmp_path)), config, LORA)
+
+    async def follow():
+        async with client(built, follow=str(tmp_path), follow_poll_s=0.05) as (found, policy):
+            following = asyncio.create_task(policy.follow())
+            base = await greedy(found)
+            seen = []
+            for step in (1, 2):
+                store.publish(Version(step, 1), make_adapter(config, step), step_ended_at=0.0)
+                while policy.adapter != f"followed-{step}.1":
+                    await asyncio.sleep(0.01)
+                # A client that loads the same folder under its own name gets what is there.
+                url = str(tmp_path / "adapters" / f"{step}.1")
+                await post(found, "/load_lora_adapter", {"lora_name": f"mine-{step}", "lora_path": url})
+                seen.append(await greedy(found, f"mine-{step}"))
+            following.cancel()
+            assert base not in seen
+            assert seen[0] != seen[1]
+
+    run(follow())
+
+
+def test_a_client_that_hangs_up_frees_its_slot(built):
+    engine, _ = built
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 60, "ignore_eos": True}}
+
+    async def hang_up():
+        async with client(built) as (found, policy):
+            for _ in range(50):
+                work = [asyncio.create_task(post(found, VLLM, body)) for _ in range(8)]
+                while not engine.running:
+                    await asyncio.sleep(0)
+                for task in work:
+                    task.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
+                if policy.answered["cancelled"]:
+                    break
+            while engine.running or engine.queued:
+                await asyncio.sleep(0.01)
+            assert policy.answered["cancelled"]
+            assert (await greedy(found))[0] == 200
+
+    run(hang_up())
+
+
+def test_an_adapter_of_a_lower_rank_and_another_scale_computes_the_same(built):
+    _, config = built
+    small = LoraSettings(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))
+    adapter = make_adapter(config, 3, small)
+    wide = fit(adapter, small.scale, init_adapter(config, LORA, 0), LORA.scale)
+    x = np.random.default_rng(0).normal(size=96).astype(np.float32)
+    a, b = (adapter["q_proj"][part][1] for part in "ab")
+    wide_a, wide_b = (wide["q_proj"][part][1] for part in "ab")
+    assert np.allclose(x @ a @ b * small.scale, x @ wide_a @ wide_b * LORA.scale, atol=1e-6)
+    assert not np.any(wide["k_proj"]["b"])
+    with pytest.raises(ValueError, match="it adapts down_proj"):
+        fit(adapter, 1.0, {"q_proj": wide["q_proj"]}, 1.0)
