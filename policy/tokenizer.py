@@ -91,11 +91,9 @@ class Tokenizer:
         return ids + self._plain(text[at:].replace(shield, ""), self.inner if at else self.first)
 
     def _plain(self, text: str, backend: Any) -> list[int]:
-        try:
-            return list(backend.encode(text, add_special_tokens=False).ids) if text else []
-        except UnicodeEncodeError:
-            mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return list(backend.encode(mended, add_special_tokens=False).ids)
+        if _SURROGATE.search(text):
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return list(backend.encode(text, add_special_tokens=False).ids) if text else []
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of the ids, control tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
@@ -103,6 +101,7 @@ class Tokenizer:
 
 
 _SPACE = re.compile(r"\s*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _behind_space(text: str, at: int) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,14 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits} is no finite number")
+    return value
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 _SPACE = re.compile(r"\s*")
 
 
@@ -274,7 +282,7 @@ def _dotted(node: ast.expr) -> str:
 def _plain(value: Any) -> Any:
     """A Python literal as JSON has it. Raises ValueError."""
     if value is None or isinstance(value, str | bool | int | float):
-        if isinstance(value, float) and value - value != 0:
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("not a finite number")
         return value
     if isinstance(value, list | tuple):

@@ -58,7 +58,7 @@ _LLAMA = (
 _GEMMA = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 _GEMMA4 = (*_GEMMA[:3], "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>")
 _MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]")
-_BLANKS = ("\n\n", "\n\n\n", "▁▁", "▁▁▁", "<b>", "</b>")
+_BLANKS = ("\n\n", "\n\n\n", "  ", "   ", "<b>", "</b>")
 """Gemma's runs of white space and HTML tags, which are text."""
 
 FAMILIES = {
