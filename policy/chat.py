@@ -4,9 +4,10 @@ Invariant: what was sampled is never tokenised again. `prompt` makes the ids bef
 ids between two turns, and the sampled ids stand between them untouched. Control tokens come from the format's frame
 alone: no user's or tool's text can spell one, and no author's or model's text a special one.
 
-Conversations are rendered by the model's own template (`policy.templates`), not by renderers of our own or of the
-package `renderers`: that package follows a few families closely but knows neither Gemma 2 and 3, Qwen 2.5, Mistral nor
-SmolLM2, and takes an unknown folder for something it is not, while the template in the folder is the reference itself.
+Conversations are rendered by the model's own template (`policy.templates`). The package `renderers` 0.1.12 writes
+templates anew in Python; over the same conversations it gave the templates' ids for Qwen 3 and Llama 3, other ones for
+Gemma 4, and for Qwen 2.5, Gemma 2 and Mistral it falls back on the template and continues no turn. The template in the
+model's folder is what the model's maker says it is, for every family, and gave the same ids as transformers in all.
 """
 
 from __future__ import annotations

@@ -229,6 +229,30 @@ def test_templates_for_tools_and_their_own_files_come_first(tmp_path):
     assert model.decode(model.prompt([Message("user", "?")], TOOLS)) == "look_up ?<|im_end|>"
 
 
+def test_templates_may_use_what_transformers_lets_them_use(tmp_path):
+    folder = build_folder("qwen2.5", tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(
+        "{%- macro turn(m) %}<|im_start|>{{ m.role }}\n{{ caller() }}<|im_end|>\n{% endmacro %}"
+        "{%- for m in messages %}{% if loop.index0 > 8 %}{% break %}{% endif %}"
+        "{% call turn(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endcall %}{% endfor %}"
+        "{{ documents is none }} {{ strftime_now('%Y') | int > 2000 }} {{ kind }} {{ [1] | tojson(indent=1) }}"
+        "{{ {'b': 'é', 'a': 1} | tojson(sort_keys=true, ensure_ascii=true, separators=(',', ':')) }}"
+    )
+    model = load_chat(str(folder), variables={"kind": "odd"})
+    assert model.decode(model.prompt([Message("user", "?")])) == (
+        '<|im_start|>user\n?<|im_end|>\nTrue True odd [\n 1\n]{"a":1,"b":"\\u00e9"}'
+    )
+
+
+def test_what_is_no_text_is_shown_as_such(chat):
+    model = chat("mistral")
+    turn = model.tokenizer.encode_frame('[TOOL_CALLS] [{"name": "\\ud800", "arguments": {}, "id": "\\ud800"}]</s>')
+    with pytest.raises(ChatFormatError, match="nine characters"):
+        model.continuation([Message("tool", "\ud800")], sampled=turn)
+    shown = chat("qwen2.5").continuation([Message("tool", "\ud800")], sampled=turn)
+    assert "\n\ufffd\n" in chat("qwen2.5").decode(shown)
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

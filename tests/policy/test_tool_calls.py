@@ -1,4 +1,4 @@
-"""Tool-call formats: what is written is read back, and whatever else a policy writes becomes an error with its reason."""
+"""Tool-call formats: what is written is read back, and whatever else a policy writes becomes an error that says why."""
 
 import keyword
 import time
