@@ -306,10 +306,11 @@ def _json(value: Any) -> str:
 
 def _with_tools(messages: Sequence[Message], tools: Tools, calls: ToolCallFormat) -> list[Message]:
     """The conversation with the tools described in its system text."""
-    system = messages[0].content if messages and messages[0].role == "system" else ""
+    opens = bool(messages) and messages[0].role == "system"
+    system = messages[0].content if opens else ""
     schemas = (_json(tool.get("function", tool)) for tool in tools)
     described = "\n".join(("You may call these functions:", *schemas, calls.usage))
-    return [Message("system", "\n\n".join(filter(None, (system, described)))), *messages[1 if system else 0 :]]
+    return [Message("system", "\n\n".join(filter(None, (system, described)))), *messages[opens:]]
 
 
 def _strings(value: Any, change: Any) -> Any:

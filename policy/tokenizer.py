@@ -62,16 +62,29 @@ class Tokenizer:
 
     def find(self, token_ids: Iterable[int], text: str, start: int = 0) -> tuple[int, str] | None:
         """Where the first of these control tokens is spelled in `text` from `start` on, and its text."""
-        wanted = frozenset(token_ids)
-        pattern = _spelling(frozenset(spelled for spelled, token in self.control.items() if token.id in wanted))
-        found = pattern.search(text, start)
+        spelled = frozenset(self._texts[id] for id in token_ids if id in self._texts)
+        found = _spelling(spelled).search(text, start)
         return (found.start(), found[0]) if found else None
+
+    @functools.cached_property
+    def _texts(self) -> Mapping[int, str]:
+        return {token.id: spelled for spelled, token in self.control.items()}
+
+    @functools.cached_property
+    def _frame(self) -> re.Pattern[str]:
+        return re.compile(_alternatives(frozenset(self.control)))
+
+    @functools.cached_property
+    def _beginnings(self) -> Mapping[bool, re.Pattern[str]]:
+        """With tags and without: the first character of each control token, also where they overlap."""
+        special = frozenset(spelled for spelled, token in self.control.items() if token.special)
+        sets = {True: frozenset(self.control), False: special}
+        return {tags: re.compile(f"(?={_alternatives(texts)}).", re.DOTALL) for tags, texts in sets.items()}
 
     def guard(self, text: str, shield: str, *, tags: bool = True) -> str:
         """`text` with `shield` inside whatever spells a control token, so that `encode_frame` takes it for text.
         Without `tags`, only special tokens are guarded against."""
-        spelled = frozenset(spelled for spelled, token in self.control.items() if tags or token.special)
-        return _beginning(spelled).sub(lambda match: match[0] + shield, text)
+        return self._beginnings[tags].sub(lambda match: match[0] + shield, text)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, none of them a control token. Lone surrogates, which are no text, read as U+FFFD."""
@@ -82,7 +95,7 @@ class Tokenizer:
         the shields themselves are removed."""
         ids: list[int] = []
         at = 0
-        for match in _spelling(frozenset(self.control)).finditer(text):
+        for match in self._frame.finditer(text):
             token = self.control[match.group()]
             before = text[at : match.start()].replace(shield, "")
             ids += self._plain(before.rstrip() if token.lstrip else before, self.inner if at else self.first)
@@ -122,12 +135,6 @@ def _alternatives(texts: frozenset[str]) -> str:
 @functools.lru_cache(maxsize=32)
 def _spelling(texts: frozenset[str]) -> re.Pattern[str]:
     return re.compile(_alternatives(texts))
-
-
-@functools.lru_cache(maxsize=32)
-def _beginning(texts: frozenset[str]) -> re.Pattern[str]:
-    """The first character of each of them, also where they overlap."""
-    return re.compile(f"(?={_alternatives(texts)}).", re.DOTALL)
 
 
 _TAGS = frozenset(
