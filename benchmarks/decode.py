@@ -1,7 +1,7 @@
 """How fast the sampling engine is on a CPU: against the machine's memory, and against `transformers.generate`.
 
-SmolLM2-135M in float32, everything in one run, ours and theirs in turns. The reference runs in an environment of its own
-(`make reference` builds it; only its interpreter is named here).
+SmolLM2-135M in float32, everything in one run, ours and theirs in turns. The reference runs in an environment of its
+own, which `make parity` builds.
 
     python -m benchmarks.decode --json
 """
@@ -33,7 +33,7 @@ from trajectories.schema import Version
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE_PYTHON = ROOT / ".venv-reference" / "bin" / "python"
 THREADS = 2
-PROMPT, NEW = 64, 96
+PROMPT, NEW = 32, 128
 """Tokens of the batches' prompts and completions."""
 READ_BYTES = 1 << 30
 EPISODES, GROUP, TURNS, TOOL_S, TOOL_TOKENS = 64, 16, 3, 0.5, 12
@@ -54,7 +54,7 @@ def main() -> int:
         print(json.dumps(memory()))
         return 0
     if not args.ours_only and not args.reference.exists():
-        parser.error(f"{args.reference} does not exist: `make reference` builds it, --ours-only leaves it out")
+        parser.error(f"{args.reference} does not exist: `make parity` builds it, --ours-only leaves it out")
     result = measure(args.pairs, None if args.ours_only else args.reference)
     for name, value in result.items():
         print(f"{name:28} {value}")
@@ -236,7 +236,7 @@ class Theirs:
         return float(self._answer()["seconds"])
 
     def episodes(self, script: Script) -> float:
-        """Static batches: all episodes of a turn as one batch, which runs as long as its longest member, then the tools.
+        """Static batches: all episodes of a turn as one, which runs as long as its longest member, then the tools.
         Prompts are cut to one length, in the reference's favour."""
         ids = [list(prompt) for prompt in script.prompts]
         length = min(map(len, ids))

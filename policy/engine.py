@@ -1,9 +1,9 @@
 """The sampling engine: continuous batching of many episodes over one model, in this process, on its own thread.
 
 The decode thread repeats one tick: take what others asked for (requests, cancellations, a new adapter), give rows of
-the cache to requests, compute at most one chunk of waiting prompt tokens (and take a new adapter again), draw the next
-token of every request that is ready. So requests join and leave, and adapters change, between two calls of a compiled
-function; none of them waits for another, and none of them compiles anything.
+the cache to requests, compute a chunk of waiting prompt tokens, or a few if more wait than draw (and take a new adapter
+again), draw the next token of every request that is ready. So requests join and leave, and adapters change, between two
+calls of a compiled function; none of them waits for another, and none of them compiles anything.
 
 Rows of the cache:
 - An episode keeps its row between its turns, while its tool runs. When rows run out, the one idle for longest is taken;
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_VERSIONS = 256
 CLOSE_TIMEOUT_S = 60.0
+PREFILLS_PER_TICK = 4
+"""Most chunks of prompts computed between two draws, while more requests wait for their prompt than draw."""
 STOP_SLACK = 4
 """Tokens before those that a stop string can span, so that the decoded tail holds whole characters where it counts."""
 
@@ -483,8 +485,12 @@ class Engine:
             self._finish(request, None)
         self._admit()
         self._follow()
-        # The first tokens of a new version come before the prompts that wait.
-        if self._version in self.first_token_at or not any(r.phase is _Phase.DECODE for r in self._active):
+        phases = collections.Counter(request.phase for request in self._active)
+        ready, waiting = phases[_Phase.DECODE], phases[_Phase.PREFILL]
+        # A draw costs nearly the same for few requests as for many: where more wait than draw, prompts come first.
+        for _ in range(max(1, min(PREFILLS_PER_TICK, waiting // max(1, ready)))):
+            if ready and self._version not in self.first_token_at:
+                break  # the first tokens of a new version come before the prompts that wait
             self._prefill()
             self._take_adapter()
         self._compact()
