@@ -35,8 +35,8 @@ Array = Any
 Cache = list[dict[str, list[Array]]]
 """[segment]["k" | "v"][layer] -> array."""
 LayerAdapters = list[Adapter]
-"""One layer's share after the other, as `policy.transformer.fuse_adapter` gives them: slices of a stacked adapter inside
-a compiled function are kernels of their own, hundreds of them."""
+"""One layer's share after the other, as `policy.transformer.fuse_adapter` gives them: slices of a stacked adapter
+inside a compiled function are kernels of their own, hundreds of them."""
 Compiled = Callable[..., Any]
 
 
