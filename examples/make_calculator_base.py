@@ -75,6 +75,8 @@ def init_params(config: ModelConfig, seed: int) -> dict[str, Any]:
     def draw(name: str, shape: tuple[int, ...]) -> Any:
         if name.endswith("norm"):
             return np.ones(shape, np.float32)
+        if name == "unembed":
+            return draw("head", shape[::-1]).T
         fan_in = config.embed_dim if name == "embed" else shape[0]
         depth = 2 * config.num_layers if name in ("o_proj", "down_proj") else 1
         return rng.standard_normal(shape, np.float32) * np.float32((fan_in * depth) ** -0.5)
