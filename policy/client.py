@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How one turn is sampled. What is drawn from, for each token:
 
-        p = softmax(logits / temperature); tokens are ranked by p, equal ones by id, the smaller first
+        p = softmax(logits / temperature); tokens are ranked by their logits, equal ones by id, the smaller first
         top-k keeps the first `top_k` tokens, then
         top-p keeps those before which the kept tokens' renormalised mass is below `top_p`, then
         min-p keeps those with p >= min_p * max p, and

@@ -79,7 +79,7 @@ def reference(logits_V, temperature, top_k, top_p, min_p, max_kept):
     """(ids by rank, probabilities renormalised over them), filter after filter as `SamplingParams` says; float64."""
     scaled = logits_V.astype(np.float32) * (np.float32(1) / np.float32(temperature))
     p = np.exp(scaled.astype(np.float64) - scaled.max())
-    ranked = sorted(range(len(p)), key=lambda i: (-scaled[i], i))
+    ranked = sorted(range(len(p)), key=lambda i: (-np.float32(logits_V[i]), i))
     if top_k:
         ranked = ranked[:top_k]
     if top_p < 1:
@@ -108,7 +108,7 @@ def kept_draws(logits_BV, params, max_kept, count=1):
 @st.composite
 def logit_rows(draw):
     """Rows with many ties within and across the blocks of the search."""
-    vocabulary = draw(st.sampled_from([7, 24, 300, 1000]))
+    vocabulary = draw(st.sampled_from([7, 24, 300, 1000, 2100]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     steps = draw(st.sampled_from([1.0, 0.25, 1e-3]))
     return np.round(rng.normal(0, draw(st.sampled_from([0.5, 3.0])), (3, vocabulary)) / steps) * steps + 0.0
