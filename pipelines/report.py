@@ -64,7 +64,8 @@ def dialogues(folder: Path, count: int) -> str:
         path, run_file = folder / "latest" / path.name, folder / "latest" / run_file.name
     if not (path.is_file() and run_file.is_file()) or count < 1:
         return ""
-    chat = load_chat(str(json.loads(run_file.read_text())["model"]["path"]))
+    model = json.loads(run_file.read_text())["model"]
+    chat = load_chat(model["path"], variables=model.get("template_variables"), tool_calls=model.get("tool_calls", ""))
     phases: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         sample = json.loads(line)

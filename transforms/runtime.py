@@ -17,7 +17,7 @@ from typing import Protocol
 from environments.environment import load_environment
 from environments.orchestrator import RolloutOrchestrator
 from policy.adapters import AdapterStore, LatestAdapter
-from policy.chat import load_chat
+from policy.chat import ChatFormat, load_chat
 from policy.client import PolicyError, SamplingClient, SamplingParams
 from policy.engine import Engine
 from policy.lora import Adapter, init_adapter
@@ -161,7 +161,7 @@ class RolloutRuntime:
             follower.poll()
             orchestrator = RolloutOrchestrator(
                 policy,
-                load_chat(spec.model.path),
+                _load_chat(spec),
                 environment,
                 spec.environment,
                 SamplingParams(
@@ -187,12 +187,17 @@ class RolloutRuntime:
         log.info("ready to run episodes with version %s after %.1f s", policy.version, time.monotonic() - began)
 
 
+def _load_chat(spec: RolloutSpec) -> ChatFormat:
+    model = spec.model
+    return load_chat(model.path, variables=model.template_variables, tool_calls=model.tool_calls)
+
+
 def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
     """The spec's policy with its base weights, and what keeps it at the learner's newest version."""
     storage, settings = open_storage(spec.storage_url), spec.sampling
     policy: Policy
     if settings.backend is Backend.SIMULATED:
-        chat = load_chat(spec.model.path)
+        chat = _load_chat(spec)
         policy = SimulatedPolicy(
             chat.vocab_size,
             chat.stop_token_ids,
@@ -208,7 +213,7 @@ def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
     store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
     # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
     base = init_adapter(model.config, spec.lora, spec.seed)
-    chat = load_chat(spec.model.path)
+    chat = _load_chat(spec)
     policy = Engine(model.config, model.weights, base, BASE, settings, spec.lora.scale, decode=chat.decode)
 
     def load(found: LatestAdapter) -> Adapter:
@@ -226,7 +231,7 @@ def _open_remote(spec: RolloutSpec, storage: Storage) -> tuple[Policy, AdapterFo
             f"the environment variable {settings.api_key_env}, which sampling.api_key_env names, is not set in this "
             "worker: set it to the servers' API key, or leave the setting out"
         )
-    vocab_size = load_chat(spec.model.path).vocab_size
+    vocab_size = _load_chat(spec).vocab_size
     policy = RemotePolicy(settings, spec.run_id, vocab_size, version=BASE, api_key=key)
     seen_by_servers = (settings.server_storage or storage.url).rstrip("/")
 
