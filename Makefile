@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 REFERENCE := .venv-reference
 ARGS ?=
 
-.PHONY: help setup lock demo demo-tiny test lint soak bench parity base-model clean
+.PHONY: help setup lock demo demo-tiny test lint soak bench bench-decode parity base-model clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +27,7 @@ lock: setup  ## Renew requirements.lock from setup.py
 	$(BIN)/uv pip compile setup.py --extra dev --universal --python-version 3.11 --generate-hashes --upgrade \
 		--no-emit-index-url --custom-compile-command "make lock" --quiet --output-file requirements.lock
 
-demo: setup  ## Train SmolLM2-135M to use a calculator (about 17 minutes on two cores)
+demo: setup  ## Train SmolLM2-135M to use a calculator (about 13 minutes on two cores)
 	$(BIN)/headrace demo $(ARGS)
 
 demo-tiny: setup  ## The same with a 0.23 M-parameter model (about 3 minutes)
@@ -46,6 +46,9 @@ soak: setup  ## Every seed and kill to success: hours
 
 bench: setup  ## The busy fraction of the learner, beside memory-fed and synchronous
 	$(BIN)/python -m benchmarks.utilization --json $(ARGS)
+
+bench-decode: setup $(REFERENCE)/.installed  ## The sampling engine on a CPU, beside transformers.generate (downloads torch)
+	$(BIN)/python -m benchmarks.decode --json --reference $(REFERENCE)/bin/python $(ARGS)
 
 parity: setup $(REFERENCE)/.installed  ## Model families and adapters against transformers and peft (downloads torch)
 	HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python tests/policy/make_family_fixtures.py --check

@@ -1,7 +1,7 @@
 """How fast the sampling engine is on a CPU: against the machine's memory, and against `transformers.generate`.
 
 SmolLM2-135M in float32, everything in one run, ours and theirs in turns. The reference runs in an environment of its
-own, which `make parity` builds.
+own, which `make bench-decode` builds.
 
     python -m benchmarks.decode --json
 """
@@ -54,7 +54,7 @@ def main() -> int:
         print(json.dumps(memory()))
         return 0
     if not args.ours_only and not args.reference.exists():
-        parser.error(f"{args.reference} does not exist: `make parity` builds it, --ours-only leaves it out")
+        parser.error(f"{args.reference} does not exist: `make bench-decode` builds it, --ours-only leaves it out")
     result = measure(args.pairs, None if args.ours_only else args.reference)
     for name, value in result.items():
         print(f"{name:28} {value}")
