@@ -50,11 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _add_stack_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_stack_arguments(parser: argparse.ArgumentParser, *, resumable: bool = True) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     parser.add_argument("--seed", type=int, help="the run's seed")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/<name>)")
-    parser.add_argument("--resume", action="store_true", help="go on with the newest attempt in the run folder")
+    if resumable:
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="go on with the newest attempt in the run folder, by the run file that it began with and --set",
+        )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object on the last line")
 
@@ -83,7 +88,7 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument(
         "--adapter", type=Path, help="a folder with an adapter in PEFT layout (default: the base model)"
     )
-    _add_stack_arguments(parser)
+    _add_stack_arguments(parser, resumable=False)
     parser.set_defaults(handler=_evaluate)
 
 
@@ -101,7 +106,9 @@ def _add_learner(commands: Any) -> None:
     parser = commands.add_parser("learner", help="the learner alone, for a resolved run (what a TPU host starts)")
     parser.add_argument("run", help="path or gs:// address of the resolved run file (run.json)")
     parser.add_argument(
-        "--folder", type=Path, help="where summary.json and metrics.jsonl go (default: beside the file)"
+        "--folder",
+        type=Path,
+        help="where summary.json and metrics.jsonl go (default: beside the file; here, if that is on gs://)",
     )
     parser.add_argument("--adapter", help="start from this adapter: a folder or gs:// prefix in PEFT layout")
     parser.set_defaults(handler=_learner)
@@ -186,7 +193,7 @@ def _supervise(out: Path, attempt: Any, args: argparse.Namespace, learner_argume
     summary = report.read_summary(attempt.folder)
     if summary is not None:
         print(report.closing_words(summary, out))
-    if status == 130:
+    if status == 130 and hasattr(args, "resume"):
         print(f"stopped; `--resume --out {out}` goes on")
     if args.json:
         print(json.dumps(summary))
@@ -197,7 +204,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from pipelines.config import load_run
 
     only = ["learner.steps=0", "evaluation.before=true", "evaluation.after=false"]
-    run = load_run(args.file, [*_overrides(args), *only])
+    # The resolved file of another run names its storage, lease and checkpoints: no business of an evaluation.
+    run = dataclasses.replace(load_run(args.file, [*_overrides(args), *only]), storage="")
     if args.dry_run:
         print(run.to_json(), end="")
         return 0

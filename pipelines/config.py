@@ -135,6 +135,7 @@ class Run:
             packing=self.packing,
             advantages=self.advantages,
             rollouts=self.rollouts,
+            code_path=self.code.path,
         )
 
     def to_json(self) -> str:

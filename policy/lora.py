@@ -163,7 +163,9 @@ def multiply(weight: Any, x: Any, dtype: Any = None) -> Any:
     as fast with the large matrix on the left, in order; left alone, XLA folds the transposes back into it.
     """
     flat = x.reshape(-1, x.shape[-1])
-    if jax.default_backend() == "cpu":
+    if len(flat) == 1:
+        y = jnp.matmul(weight, flat[0], preferred_element_type=dtype)
+    elif jax.default_backend() == "cpu":
         apart = jax.lax.optimization_barrier
         y = apart(jnp.matmul(weight, apart(flat.T), preferred_element_type=dtype)).T
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -154,6 +155,8 @@ class RolloutRuntime:
         spec = self._spec
         try:
             began = time.monotonic()
+            if spec.code_path and spec.code_path not in sys.path:
+                sys.path.insert(0, spec.code_path)
             environment = load_environment(spec.environment, spec.seed)
             policy, follower = open_policy(spec)
             sampling = spec.sampling

@@ -76,6 +76,8 @@ class RolloutSpec:
     packing: PackingSettings = field(default_factory=PackingSettings)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    code_path: str = ""
+    """Folder that a worker puts on its import path before it looks for the environment."""
 
     @property
     def topics(self) -> Topics:

@@ -20,8 +20,10 @@ locals {
   # The same names as trajectories/topics.py; tests/templates/test_terraform.py compares them.
   names = toset(["tasks", "rows", "verdicts", "results", "heartbeats", "dead-letters"])
 
-  # Who reads what; everybody else's rights follow. Nobody reads dead letters but people.
-  read_by_learner = toset(["rows", "verdicts", "results", "heartbeats"])
+  # Who reads and writes what: learner/subscriber.py. The learner refuses unusable rows by a dead letter of its own, and
+  # records everybody's.
+  read_by_learner    = toset(["rows", "verdicts", "results", "heartbeats", "dead-letters"])
+  written_by_learner = toset(["tasks", "dead-letters"])
 }
 
 resource "google_pubsub_topic" "run" {
@@ -97,9 +99,10 @@ resource "google_pubsub_topic_iam_member" "worker" {
 # The learner.
 
 resource "google_pubsub_topic_iam_member" "learner" {
-  topic  = google_pubsub_topic.run["tasks"].name
-  role   = "roles/pubsub.publisher"
-  member = google_service_account.learner.member
+  for_each = local.written_by_learner
+  topic    = google_pubsub_topic.run[each.key].name
+  role     = "roles/pubsub.publisher"
+  member   = google_service_account.learner.member
 }
 
 resource "google_pubsub_subscription_iam_member" "learner" {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import hcl2
 
+from learner.subscriber import TYPES
 from pipelines.cloud import CloudSettings, Workers, launch_request, launch_url, scheduler_job
 from pipelines.topics import ACK_DEADLINE_S
 from trajectories.topics import NAMES, Topics
@@ -39,6 +40,14 @@ def test_topics_and_subscriptions_are_those_of_the_program():
         topics = Topics("my-project", "r1")
         assert made == {topics.topic(name).split("/")[-1] for name in NAMES}
         assert made == {topics.subscription(name).split("/")[-1] for name in NAMES}
+
+
+def test_the_learner_may_read_and_write_what_it_reads_and_writes():
+    (local_values,) = module()["main"]["locals"]
+    assert set(re.findall(r'"([^"]+)"', str(local_values["read_by_learner"]))) == set(TYPES)
+    assert set(re.findall(r'"([^"]+)"', str(local_values["written_by_learner"]))) == {"tasks", "dead-letters"}
+    assert resources("google_pubsub_subscription_iam_member")["learner"]["for_each"] == "${local.read_by_learner}"
+    assert resources("google_pubsub_topic_iam_member")["learner"]["for_each"] == "${local.written_by_learner}"
 
 
 def test_no_policy_that_dataflow_does_not_support_and_nothing_expires():
