@@ -159,8 +159,9 @@ def project_fused(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: An
 def multiply(weight: Any, x: Any, dtype: Any = None) -> Any:
     """x Wᵀ for x [..., in] and W [out, in], accumulated and given in `dtype` (that of x by default).
 
-    On a CPU as W xᵀ with both transposes kept apart from the product: for few rows of x, XLA's matrix product is twice
-    as fast with the large matrix on the left, in order; left alone, XLA folds the transposes back into it.
+    On a CPU as W xᵀ with both transposes kept apart from the product: for few rows of x, XLA's matrix product is faster
+    with the large matrix on the left, in order (benchmarks/layouts.py); left alone, XLA folds the transposes back into
+    it. One row is a product of matrix and vector.
     """
     flat = x.reshape(-1, x.shape[-1])
     if len(flat) == 1:
