@@ -173,6 +173,8 @@ class LocalStack:
             if self._interrupted:
                 return EXIT_INTERRUPTED
             status = self.learner.status
+            if status == EXIT_CONFIGURATION:
+                self._say(f"{self.learner.name} cannot begin ({self.learner.log}):\n{self.learner.last_words(3)}")
             if status in FINAL_EXITS:
                 return int(status or 0)
             for process in self.processes:

@@ -115,7 +115,8 @@ def decode(
                 seen = _seen(config, layer, column, at[:, None])
                 weights = attention_weights(scores, seen[:, None, None], config.attention_softcap)
                 outputs.append(jnp.einsum("nkgt,nktd->nkgd", weights, values))
-            return jnp.concatenate(outputs).reshape(q_S1Hd.shape)
+            # The cache is float32; what goes on is of the model's type, as in the learner.
+            return jnp.concatenate(outputs).reshape(q_S1Hd.shape).astype(q_S1Hd.dtype)
 
         x = embed(config, params, tokens_S[:, None])
         for index, layer in enumerate(params["layers"]):
@@ -185,7 +186,7 @@ def prefill(
         scores = jnp.einsum("rckgd,rkdt->rkgct", q, keys) * d**-0.5
         seen_RCT = _seen(config, layer, column, positions_RC[..., None])
         weights = attention_weights(scores, seen_RCT[:, None, None], config.attention_softcap)
-        return jnp.einsum("rkgct,rktd->rckgd", weights, values).reshape(q_RCHd.shape)
+        return jnp.einsum("rkgct,rktd->rckgd", weights, values).reshape(q_RCHd.shape).astype(q_RCHd.dtype)
 
     x = embed(config, params, tokens_RC)
     for index, layer in enumerate(params["layers"]):

@@ -698,6 +698,8 @@ class Engine:
         if self._max_kept:
             limits = Limits(np.zeros(size, np.int32), np.ones(size, np.float32), np.zeros(size, np.float32))
             for request, row in ready:
+                if not request.params.truncates:
+                    continue
                 asked = request.params.top_k, request.params.top_p, request.params.min_p
                 for values, value in zip(limits, asked, strict=True):
                     values[row.index] = value

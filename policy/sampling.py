@@ -93,6 +93,8 @@ def sample_kept(
     mass_B = jnp.where(top_k_B > 0, cumulative_BK[:, -1], whole_mass_B)
     # Off means off: rounding must not make a tail of top_p = 1.
     nucleus_BK = (before_BK < (top_p_B * mass_B)[:, None]) | (top_p_B >= 1)[:, None]
+    # However small top_p is, and though it be 0 in float32, the most likely token stays.
+    nucleus_BK = nucleus_BK.at[:, 0].set(True)
     kept_BK = nucleus_BK & (weights_BK >= min_p_B[:, None]) & (weights_BK > 0)
     weights_BK = jnp.where(kept_BK, weights_BK, 0.0)
 

@@ -404,7 +404,7 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
 
         def heads(name: str, y: Array, count: int) -> Array:
             if config.attention_bias:
-                y = y + getattr(self, f"{name}_bias")[...]
+                y = y + getattr(self, f"{name}_bias")[...].astype(y.dtype)
             y = y.reshape(*y.shape[:2], count, config.head_dim)
             return norm(f"{name}_norm", y) if config.qk_norm and name != "v" else y
 

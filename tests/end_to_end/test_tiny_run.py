@@ -154,6 +154,14 @@ def kill_often(stack: Stack, seconds: float, moment: random.Random) -> int:
     return kills
 
 
+def test_a_run_that_cannot_begin_says_why_where_it_was_started(tmp_path: Path) -> None:
+    with headrace(
+        tmp_path / "run", "demo", "--tiny", "--set", "environment.name=environments.calculator:Calculater"
+    ) as stack:
+        assert stack.process.wait(120) == 2
+    assert "Calculator" in (tmp_path / "run.output").read_text()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -20,7 +20,7 @@ from policy.engine import Engine
 from policy.families import FAMILIES
 from policy.settings import SamplingSettings
 from policy.transformer import hidden_states, stack_layers, unembed, visible
-from policy.weights import ModelError, ModelSettings, load_model
+from policy.weights import Dtype, ModelError, ModelSettings, load_model
 from trajectories.schema import Version
 
 FOLDER = Path(__file__).parent / "fixtures" / "families"
@@ -253,3 +253,20 @@ def test_a_config_that_lacks_a_size_names_it(tmp_path):
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match="intermediate_size"):
         load_model(ModelSettings(path=str(folder)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_runs_in_bfloat16_in_the_learner_and_in_the_engine(name):
+    """Stacked and scanned, as training compiles it, and decoding; near the float32 logits."""
+    model = load_model(ModelSettings(path=str(FOLDER / name), dtype=Dtype.BFLOAT16))
+    tokens = expected(name)["tokens"]
+    logits = whole(model.config, stack_layers(model.params), tokens)
+    scale = np.abs(expected(name)["logits"]).max()
+    assert np.abs(logits - expected(name)["logits"]).max() < 0.2 * scale
+    settings = SamplingSettings(slots=2, small_batch=1, max_context=40, max_tokens=4)
+    engine = Engine(model.config, model.weights, None, Version(0, 1), settings, 1.0)
+    try:
+        done = asyncio.run(engine.sample("s", tokens[0, :20], SamplingParams(max_tokens=4, temperature=0)))
+        assert len(done.token_ids_N) == 4
+    finally:
+        engine.close()

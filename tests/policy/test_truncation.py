@@ -161,3 +161,21 @@ def test_a_request_whose_tokens_have_no_text_fails_alone(engine):
         assert failing.failures == 0
     finally:
         failing.close()
+
+
+def test_no_request_can_fail_the_others_by_a_number_beyond_the_arrays(engine):
+    """A greedy request's top_k means nothing, however large; a tiny top_p keeps the most likely token."""
+    failures = engine.failures
+
+    async def together():
+        return await asyncio.gather(
+            engine.sample("huge", prompt_of(1, 9), SamplingParams(max_tokens=4, temperature=0, top_k=2**31)),
+            engine.sample("tiny", prompt_of(2, 9), SamplingParams(max_tokens=4, temperature=1.0, top_p=1e-50)),
+            engine.sample("greedy", prompt_of(2, 9), SamplingParams(max_tokens=4, temperature=0)),
+        )
+
+    huge, tiny, greedy = run(together())
+    assert engine.failures == failures
+    assert len(huge.token_ids_N) == 4
+    np.testing.assert_array_equal(tiny.token_ids_N, greedy.token_ids_N)
+    np.testing.assert_array_equal(tiny.logprobs_N, np.zeros(4, np.float32))
