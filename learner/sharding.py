@@ -7,14 +7,17 @@ mesh axes do not divide is replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.experimental.mesh_utils import create_device_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from policy.transformer import ModelConfig
 from policy.weights import Weights
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -82,18 +85,21 @@ class ShardingSettings:
 
 
 class Sharding:
-    """Places arrays on the mesh of `settings`, over this process's first devices."""
+    """Places arrays on the mesh of `settings`, over the first of `devices`: by default, those of this process."""
 
-    def __init__(self, settings: ShardingSettings) -> None:
-        devices = jax.devices()
+    def __init__(self, settings: ShardingSettings, devices: Sequence[Any] | None = None) -> None:
+        devices = jax.devices() if devices is None else devices
         if settings.devices > len(devices):
             raise ValueError(
                 f"sharding data × fsdp × tensor must be at most the {len(devices)} devices there are, found "
                 f"{settings.data} × {settings.fsdp} × {settings.tensor} = {settings.devices}; lower one of them"
             )
         shape = (settings.data, settings.fsdp, settings.tensor)
-        self.mesh = jax.make_mesh(
-            shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: settings.devices]
+        self.mesh = Mesh(
+            # On a TPU an axis lies along links; it may take part of a dimension of the torus.
+            create_device_mesh(shape, list(devices[: settings.devices]), allow_split_physical_axes=True),
+            MESH_AXES,
+            axis_types=(AxisType.Auto,) * len(MESH_AXES),
         )
 
     def check_rows(self, rows_per_call: int) -> None:
@@ -131,18 +137,42 @@ class Sharding:
     def put_adapter(self, adapter: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The adapter: `a` lies as its matrix's inputs do, `b` as its outputs."""
         return {
-            name: {
-                "a": self._put(parts["a"], ("layers", PARAMETER_AXES[name][0], "rank")),
-                "b": self._put(parts["b"], ("layers", "rank", PARAMETER_AXES[name][1])),
-            }
+            name: {part: self._put(array, _adapter_axes(name)[part]) for part, array in parts.items()}
             for name, parts in adapter.items()
         }
 
     def put_batch(self, array: Any) -> Any:
         """Rows [B, T] are spread over the mesh; flat lists and scalars lie everywhere."""
-        if array.ndim != 2:
-            return self.put_replicated(array)
-        return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec(RULES["rows"])))
+        return jax.device_put(array, self._batch_place(array))
+
+    def _batch_place(self, array: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(RULES["rows"])) if array.ndim == 2 else self.replicated
+
+    # The same places for arrays that are not there.
+
+    def abstract_params(self, config: ModelConfig, dtype: Any) -> dict[str, Any]:
+        """The base, with stacked layers; matrices of `dtype`, norms and biases float32."""
+
+        def describe(name: str, shape: tuple[int, ...], *stack: int) -> jax.ShapeDtypeStruct:
+            kind = dtype if len(shape) > 1 else jnp.float32
+            axes = PARAMETER_AXES[name]
+            return self._describe((*stack, *shape), kind, ("layers", *axes) if stack else axes)
+
+        layers = {name: describe(name, shape, config.num_layers) for name, shape in config.layer_shapes().items()}
+        return {**{name: describe(name, shape) for name, shape in config.model_shapes().items()}, "layers": layers}
+
+    def abstract_adapter(self, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
+        """A float32 adapter of these shapes (`policy.lora.adapter_shapes`)."""
+        return {
+            name: {part: self._describe(shape, jnp.float32, _adapter_axes(name)[part]) for part, shape in parts.items()}
+            for name, parts in shapes.items()
+        }
+
+    def abstract_batch(self, array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._batch_place(array))
+
+    def _describe(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, self.spec(axes, shape)))
 
     def put_replicated(self, array: Any) -> Any:
         return jax.device_put(array, self.replicated)
@@ -153,6 +183,11 @@ class Sharding:
 
     def _put(self, array: Any, axes: tuple[str, ...]) -> Any:
         return jax.device_put(array, NamedSharding(self.mesh, self.spec(axes, array.shape)))
+
+
+def _adapter_axes(name: str) -> dict[str, tuple[str, ...]]:
+    inputs, outputs = PARAMETER_AXES[name]
+    return {"a": ("layers", inputs, "rank"), "b": ("layers", "rank", outputs)}
 
 
 def abstract(array: Any) -> jax.ShapeDtypeStruct:

@@ -26,8 +26,8 @@ import optax
 
 from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_loss
 from learner.sharding import Sharding, ShardingSettings, abstract
-from policy.lora import Adapter, LoraSettings, init_adapter
-from policy.transformer import ModelConfig, Params, hidden_states, stack_layers, token_logprobs, visible
+from policy.lora import Adapter, LoraSettings, adapter_shapes, init_adapter
+from policy.transformer import ModelConfig, Params, Remat, hidden_states, stack_layers, token_logprobs, visible
 from policy.weights import Weights
 from trajectories.schema import Row, kept_offsets
 
@@ -215,18 +215,27 @@ class Trainer:
                 "the usual value is 1.0"
             )
         self._sharding = Sharding(sharding or ShardingSettings())
-        self._sharding.check_rows(rows_per_call)
-        self._config, self._lora, self._loss = config, lora, loss
-        self._temperature, self._max_kept, self._remat = temperature, max_kept, remat
+        self._program = StepProgram(
+            config,
+            lora,
+            optimizer,
+            loss,
+            self._sharding,
+            rows_per_call=rows_per_call,
+            temperature=temperature,
+            max_kept=max_kept,
+            remat=remat,
+        )
+        self._max_kept = max_kept
         self._buckets, self._rows_per_call = tuple(buckets), rows_per_call
-        self._transformation = optimizer.transformation()
         self._params = (
             self._sharding.load_params(params)
             if isinstance(params, Weights)
             else self._sharding.put_params(stack_layers(params))
         )
         adapter = self._sharding.put_adapter(init_adapter(config, lora, seed))
-        self._state = TrainState(adapter, self._place_optimizer(self._transformation.init(adapter)), self._put_step(0))
+        optimizer_state = self._place_optimizer(self._program.transformation.init(adapter))
+        self._state = TrainState(adapter, optimizer_state, self._put_step(0))
         self._compiled: dict[int, Callable[..., Any]] = {}
         self._zeros: Callable[[], _Accumulated] | None = None
         self._apply: Callable[..., Any] | None = None
@@ -273,22 +282,11 @@ class Trainer:
     def compile(self) -> float:
         """Compile every shape that a step can need; returns the seconds it took. Later steps compile nothing."""
         began = time.perf_counter()
-        gradient_at = jax.tree.map(lambda x: x.sharding, self._state.adapter)
-        accumulated_at = _Accumulated(gradient_at, LossSums(*(self._sharding.replicated for _ in LossSums._fields)))
-        zeros = jax.jit(self._zero_accumulated, out_shardings=accumulated_at).lower().compile()
-        gradient, sums = jax.tree.map(abstract, zeros())
-        params, state = jax.tree.map(abstract, (self._params, self._state))
+        program, params, state = self._program, *jax.tree.map(abstract, (self._params, self._state))
+        zeros = program.lower_zeros().compile()
         for bucket in self._buckets:
-            batch = jax.tree.map(abstract, self._put_batch(self._empty_batch(bucket)))
-            # Only the gradient's buffers are donated: readers of an older adapter, and a step that is interrupted,
-            # need the rest as it was.
-            function = jax.jit(self._accumulate, donate_argnums=0, out_shardings=accumulated_at)
-            self._compiled[bucket] = function.lower(gradient, sums, state.adapter, params, batch).compile()
-        state_at = jax.tree.map(lambda x: x.sharding, self._state)
-        replicated = self._sharding.replicated
-        denominator = abstract(self._put_scalar(np.float32(1)))
-        update = jax.jit(self._update, donate_argnums=1, out_shardings=(state_at, replicated, replicated))
-        self._apply = update.lower(state, gradient, denominator).compile()
+            self._compiled[bucket] = program.lower_accumulate(params, program.abstract_batch(bucket)).compile()
+        self._apply = program.lower_update(state).compile()
         self._zeros = zeros
         return time.perf_counter() - began
 
@@ -324,23 +322,8 @@ class Trainer:
             call_tokens=sum(bucket * self._rows_per_call for bucket, _ in calls),
         )
 
-    def _empty_batch(self, bucket: int) -> Batch:
-        shape, size = (self._rows_per_call, bucket), self._rows_per_call * bucket
-        return Batch(
-            tokens_BT=np.zeros(shape, np.int32),
-            segment_ids_BT=np.zeros(shape, np.int32),
-            parent_ids_BT=np.zeros(shape, np.int32),
-            positions_BT=np.zeros(shape, np.int32),
-            predecessors_N=np.zeros(size, np.int32),
-            targets_N=np.zeros(size, np.int32),
-            behaviour_N=np.zeros(size, np.float32),
-            advantages_N=np.zeros(size, np.float32),
-            count=np.int32(0),
-            kept_NK=np.full((size, self._max_kept), -1, np.int32) if self._max_kept else None,
-        )
-
     def _batch(self, bucket: int, rows: Sequence[Row]) -> Batch:
-        batch = self._empty_batch(bucket)
+        batch = self._program.empty_batch(bucket)
         count = 0
         for b, row in enumerate(rows):
             batch.tokens_BT[b] = row.tokens_T
@@ -450,10 +433,107 @@ class Trainer:
             reference_kl=total["reference_kl"] / valid,
         )
 
+
+class StepProgram:
+    """What a step computes, and the shapes and places of everything that it takes: no state, no allocated array.
+
+    `Trainer` runs these functions, and `learner.planning` compiles the same ones for machines that are not there.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        lora: LoraSettings,
+        optimizer: OptimizerSettings,
+        loss: LossSettings,
+        sharding: Sharding,
+        *,
+        rows_per_call: int,
+        temperature: float = 1.0,
+        max_kept: int = 0,
+        remat: bool | Remat = False,
+    ) -> None:
+        sharding.check_rows(rows_per_call)
+        self._config, self._lora, self._loss, self._sharding = config, lora, loss, sharding
+        self._temperature, self._max_kept, self._remat = temperature, max_kept, remat
+        self._rows_per_call = rows_per_call
+        self.transformation = optimizer.transformation()
+
+    # Shapes and places
+
+    def abstract_params(self, dtype: Any) -> Params:
+        """The base with stacked layers; matrices of `dtype`, norms and biases float32, as `policy.weights` has them."""
+        return self._sharding.abstract_params(self._config, dtype)
+
+    def abstract_state(self) -> TrainState:
+        """`TrainState` at any step; the optimizer's moments lie where their parameters do."""
+        replicated = self._sharding.replicated
+        adapter = self._sharding.abstract_adapter(adapter_shapes(self._config, self._lora))
+        optimizer = optax.tree_map_params(
+            self.transformation,
+            lambda moment, parameter: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=parameter.sharding),
+            jax.eval_shape(self.transformation.init, adapter),
+            adapter,
+            transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+        )
+        return TrainState(adapter, optimizer, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated))
+
+    def abstract_batch(self, bucket: int) -> Batch:
+        """The batch of one call."""
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), self.empty_batch(bucket))
+        return Batch(*(None if x is None else self._sharding.abstract_batch(x) for x in batch))
+
+    def empty_batch(self, bucket: int) -> Batch:
+        """A batch of padding, on the host."""
+        shape, size = (self._rows_per_call, bucket), self._rows_per_call * bucket
+        return Batch(
+            tokens_BT=np.zeros(shape, np.int32),
+            segment_ids_BT=np.zeros(shape, np.int32),
+            parent_ids_BT=np.zeros(shape, np.int32),
+            positions_BT=np.zeros(shape, np.int32),
+            predecessors_N=np.zeros(size, np.int32),
+            targets_N=np.zeros(size, np.int32),
+            behaviour_N=np.zeros(size, np.float32),
+            advantages_N=np.zeros(size, np.float32),
+            count=np.int32(0),
+            kept_NK=np.full((size, self._max_kept), -1, np.int32) if self._max_kept else None,
+        )
+
+    def _abstract_accumulated(self) -> _Accumulated:
+        replicated = self._sharding.replicated
+        adapter = self.abstract_state().adapter
+        gradient = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), adapter)
+        sums = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), jax.eval_shape(no_sums)
+        )
+        return _Accumulated(gradient, sums)
+
+    # Compilation
+
+    def lower_zeros(self) -> Any:
+        """() -> what accumulation starts from, lowered."""
+        return jax.jit(self._zero_accumulated, out_shardings=_places(self._abstract_accumulated())).lower()
+
+    def lower_accumulate(self, params: Params, batch: Batch) -> Any:
+        """(gradient, sums, adapter, params, batch) -> (gradient, sums), lowered for abstract `params` and `batch`."""
+        accumulated = self._abstract_accumulated()
+        # Only the gradient's buffers are donated: readers of an older adapter, and a step that is interrupted, need
+        # the rest as it was.
+        function = jax.jit(self._accumulate, donate_argnums=0, out_shardings=_places(accumulated))
+        return function.lower(*accumulated, self.abstract_state().adapter, params, batch)
+
+    def lower_update(self, state: TrainState) -> Any:
+        """(state, gradient, denominator) -> (state, norm, whether it changed), lowered for an abstract state."""
+        replicated = self._sharding.replicated
+        denominator = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+        function = jax.jit(self._update, donate_argnums=1, out_shardings=(_places(state), replicated, replicated))
+        return function.lower(state, self._abstract_accumulated().gradient, denominator)
+
     # Traced functions
 
     def _zero_accumulated(self) -> _Accumulated:
-        gradient = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self._state.adapter)
+        adapter = self.abstract_state().adapter
+        gradient = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), adapter)
         return _Accumulated(gradient, no_sums())
 
     def _accumulate(
@@ -502,10 +582,14 @@ class Trainer:
         gradient = jax.tree.map(lambda x: x / jnp.maximum(denominator, 1.0), gradient)
         norm = optax.global_norm(gradient)
         usable = jnp.isfinite(norm) & (denominator > 0)
-        updates, optimizer = self._transformation.update(gradient, state.optimizer, state.adapter)
+        updates, optimizer = self.transformation.update(gradient, state.optimizer, state.adapter)
         adapter = optax.apply_updates(state.adapter, updates)
         # An optimizer state with one NaN in it is lost for good: such a step is left out, and said so.
         adapter, optimizer = jax.tree.map(
             lambda new, old: jnp.where(usable, new, old), (adapter, optimizer), (state.adapter, state.optimizer)
         )
         return TrainState(adapter, optimizer, state.step + 1), norm, usable
+
+
+def _places(arrays: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, arrays)
