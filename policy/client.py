@@ -5,12 +5,19 @@ Every backend (the engine in this process, a simulated policy, a remote server) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from trajectories.schema import FloatArray, IntArray, Version, VersionSpan
+
+LEAST_TEMPERATURE = 1e-4
+"""Above 0. Far below it logits / temperature is no float32 any more."""
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Stop strings of a request, and characters of one: all are looked for after every token."""
+MOST_STOP_IDS = 256
 
 
 class PolicyError(RuntimeError):
@@ -40,9 +47,11 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 is greedy: nothing truncates, and log-probs are those at temperature 1 over the whole vocabulary."""
+    """0 is greedy: nothing truncates, and log-probs are those at temperature 1 over the whole vocabulary. Else at least
+    `LEAST_TEMPERATURE`."""
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    """At most `MOST_STOP_IDS`."""
     seed: int = 0
     """Of this request's own random stream."""
     top_k: int = 0
@@ -52,11 +61,16 @@ class SamplingParams:
     min_p: float = 0.0
     """Least probability, as a share of the most likely token's; 0 is off."""
     stop: tuple[str, ...] = ()
-    """Strings that end the turn where the decoded completion first contains one of them."""
+    """Strings that end the turn where the decoded completion first contains one of them; at most `MOST_STOPS` of at
+    most `LONGEST_STOP` characters."""
+    stop_set: frozenset[int] = field(init=False, repr=False, compare=False)
+    """`stop_token_ids`, for the look at every token."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more, found {self.temperature}")
+        check_temperature(self.temperature)
+        if len(self.stop_token_ids) > MOST_STOP_IDS:
+            raise ValueError(f"stop_token_ids must hold at most {MOST_STOP_IDS} ids, found {len(self.stop_token_ids)}")
+        object.__setattr__(self, "stop_set", frozenset(self.stop_token_ids))
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, found {self.max_tokens}")
         check_truncation(self.top_k, self.top_p, self.min_p)
@@ -83,10 +97,27 @@ def check_truncation(top_k: int, top_p: float, min_p: float, section: str = "") 
         raise ValueError(f"{section}min_p must lie between 0 (off) and 1, found {min_p}")
 
 
+def check_temperature(temperature: float, section: str = "") -> None:
+    """Raises ValueError, with `section` before the field's name, for a temperature that cannot be sampled at."""
+    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
+        raise ValueError(
+            f"{section}temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, found {temperature:g}"
+        )
+
+
 def check_stop(stop: tuple[str, ...], section: str = "") -> None:
-    """Raises ValueError for a stop string that every text contains."""
-    if not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"{section}stop must hold strings of at least one character, found {list(stop)}")
+    """Raises ValueError for too many or too long stop strings, and for those that every text or none contains."""
+    if len(stop) > MOST_STOPS:
+        raise ValueError(f"{section}stop must hold at most {MOST_STOPS} strings, found {len(stop)}")
+    for text in stop:
+        if not (isinstance(text, str) and text):
+            raise ValueError(f"{section}stop must hold strings of at least one character, found {text!r:.80}")
+        if len(text) > LONGEST_STOP:
+            raise ValueError(
+                f"{section}stop must hold strings of at most {LONGEST_STOP} characters, found one of {len(text)}"
+            )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"{section}stop must hold text, found lone surrogates in {text!a:.80}")
 
 
 @dataclass(frozen=True, slots=True)

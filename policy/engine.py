@@ -261,6 +261,11 @@ class Engine:
         return self._version
 
     @property
+    def stopped(self) -> PolicyError | None:
+        """Why the decode thread has ended; None while it goes on."""
+        return self._stopped
+
+    @property
     def running(self) -> int:
         """Requests that have a row."""
         return len(self._active)
@@ -708,11 +713,17 @@ class Engine:
         self._cache = [*head, *self._cache[used:]]
         drawn, logprobs, *rest = map(np.asarray, draws)
         kept = rest[0] if rest else np.zeros((len(drawn), size, 0), np.int32)
-        if not np.isfinite(logprobs[:, [row.index for _, row in ready]]).all():
+        finite = np.isfinite(logprobs).all(0)
+        if not any(finite[row.index] for _, row in ready):
             raise PolicyError(f"version {self._version} gives log-probabilities that are not finite")
         self._note_first_token()
         for request, row in ready:
             i = row.index
+            if not finite[i]:
+                self._clear(row)
+                text = f"version {self._version} gives this request log-probabilities that are not finite"
+                self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
+                continue
             for token, logprob, ids in zip(drawn[:, i], logprobs[:, i], kept[:, i], strict=True):
                 self._append(request, row, int(token), float(logprob), ids)
                 try:
@@ -723,6 +734,13 @@ class Engine:
                 if reason is not None:
                     self._complete(request, reason)
                     break
+
+    def _clear(self, row: _Row) -> None:
+        """Forget the row, values and all: a NaN that no query sees is still one, times a weight of 0."""
+        row.cut(0)
+        content = self._read_row(self._cache, np.int32(row.index))
+        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), content)
+        self._cache = self._write_row(self._cache, np.int32(row.index), nothing)
 
     def _note_first_token(self) -> None:
         if self._version not in self.first_token_at:
@@ -743,7 +761,7 @@ class Engine:
 
     def _ending(self, request: _Request) -> FinishReason | None:
         """Why the request ends with its last token, if it does. Raises PolicyError if its tokens have no text."""
-        if request.last_token in request.params.stop_token_ids or self._says_stop(request):
+        if request.last_token in request.params.stop_set or self._says_stop(request):
             return FinishReason.STOP
         if len(request.sampled) >= request.params.max_tokens:
             return FinishReason.LENGTH

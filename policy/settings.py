@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
 
-from policy.client import check_stop, check_truncation, truncates
+from policy.client import check_stop, check_temperature, check_truncation, truncates
 
 
 class Backend(StrEnum):
@@ -101,8 +100,7 @@ class SamplingSettings:
                 f"sampling.max_context must be at least 2, found {self.max_context}; "
                 "it holds the prompt and everything an episode samples and is told"
             )
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"sampling.temperature must be 0 (greedy) or more, found {self.temperature}")
+        check_temperature(self.temperature, "sampling.")
         self._check_servers()
         check_truncation(self.top_k, self.top_p, self.min_p, "sampling.")
         check_stop(self.stop, "sampling.")

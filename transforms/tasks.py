@@ -8,7 +8,6 @@ prompt's prefill and meet again in one place.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from apache_beam.pvalue import TaggedOutput
 from apache_beam.typehints import with_output_types
 
 import transforms.coders  # noqa: F401 (registers the coders)
+from policy.client import check_temperature
 from trajectories import codec
 from trajectories.schema import DeadLetter, Task
 from transforms import metrics
@@ -93,7 +93,10 @@ def check(task: Task, run_id: str) -> None:
         raise ForeignRun(f"the task belongs to run {task.run_id!r}, this job serves {run_id!r}")
     if not 1 <= task.group_size <= MAX_GROUP_SIZE:
         raise BadTask(f"group_size must be from 1 to {MAX_GROUP_SIZE}, found {task.group_size}")
-    if task.temperature is not None and not 0 <= task.temperature < math.inf:
-        raise BadTask(f"temperature must be 0 (greedy) or more, found {task.temperature}")
+    if task.temperature is not None:
+        try:
+            check_temperature(task.temperature)
+        except ValueError as error:
+            raise BadTask(str(error)) from error
     if task.group_id < 0 or task.attempt < 0:
         raise BadTask(f"group_id and attempt must be 0 or more, found {task.group_id} and {task.attempt}")

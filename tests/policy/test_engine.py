@@ -670,6 +670,44 @@ def test_a_failing_call_fails_its_requests_and_the_engine_goes_on(engine):
     run(cases())
 
 
+def test_a_request_without_finite_log_probs_fails_alone():
+    """The failure is real: a model of which one token's embedding is broken."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=False)
+    params = {**make_params(), "embed": make_params()["embed"].copy(), "unembed": make_params()["embed"].copy()}
+    params["embed"][299] = np.nan
+    params["unembed"][299] = params["unembed"][298]  # of equal tokens greedy takes the first
+    settings = dataclasses.replace(SETTINGS, slots=2, small_batch=0)
+    engine = Engine(config, params, make_adapter(0), V0, settings, LORA.scale)
+    good, bad = prompt_of(18, 20) % 299, np.append(prompt_of(19, 20), 299)
+    long, short = SamplingParams(temperature=0, max_tokens=100), SamplingParams(temperature=0, max_tokens=5)
+
+    async def cases():
+        alone = await engine.sample("alone", good, long)
+        engine.close_session("alone")
+        beside = asyncio.create_task(engine.sample("beside", good, long))
+        while not engine.running:
+            await asyncio.sleep(0.0005)
+        with pytest.raises(PolicyError, match=r"session bad: version 0\.1 gives this request .* not finite"):
+            await engine.sample("bad", bad, short)
+        # The bad one's row is taken over while the good one still runs.
+        engine.close_session("bad")
+        after = await engine.sample("after", prompt_of(20, 5) % 299, short)
+        assert np.isfinite(after.logprobs_N).all()
+        assert engine.running == 1
+        assert (await beside).token_ids_N.tolist() == alone.token_ids_N.tolist()
+        assert engine.failures == 0
+        with pytest.raises(PolicyError, match=r"version 0\.1 gives log-probabilities that are not finite"):
+            await engine.sample("worse", bad, short)
+        assert engine.failures == 1
+
+    try:
+        run(cases())
+        assert engine.stopped is None
+    finally:
+        engine.close()
+    assert "closed" in str(engine.stopped)
+
+
 def test_an_adapter_of_another_shape_is_refused(engine):
     wrong = {name: dict(parts) for name, parts in make_adapter(1).items()}
     wrong["k_proj"]["b"] = wrong["k_proj"]["b"][:, :, :2]

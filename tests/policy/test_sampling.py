@@ -215,7 +215,14 @@ def test_limits_hide_no_number_that_is_not_finite():
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.5}, "top_p must be above 0"),
         ({"min_p": -0.1}, "min_p must lie between"),
+        ({"temperature": 2e-38}, "temperature must be 0 .greedy. or at least 0.0001, found 2e-38"),
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"temperature": float("inf")}, "temperature must be 0"),
         ({"stop": ("",)}, "stop must hold"),
+        ({"stop": ("x",) * 17}, "stop must hold at most 16 strings, found 17"),
+        ({"stop": ("x" * 257,)}, "stop must hold strings of at most 256 characters, found one of 257"),
+        ({"stop": ("\ud800",)}, "stop must hold text, found lone surrogates"),
     ],
 )
 def test_values_that_define_no_distribution_are_refused(values, text):
@@ -223,6 +230,12 @@ def test_values_that_define_no_distribution_are_refused(values, text):
         SamplingParams(**values)
     with pytest.raises(ValueError, match=rf"sampling\.{text}"):
         SamplingSettings(**values)
+
+
+def test_a_request_has_so_many_stop_tokens_at_the_most():
+    assert SamplingParams(stop_token_ids=tuple(range(256))).stop_set == frozenset(range(256))
+    with pytest.raises(ValueError, match="stop_token_ids must hold at most 256 ids, found 257"):
+        SamplingParams(stop_token_ids=tuple(range(257)))
 
 
 def test_truncation_without_kept_ids_is_refused_with_the_reason():

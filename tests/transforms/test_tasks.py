@@ -10,7 +10,7 @@ from trajectories.schema import Task
 from transforms.tasks import BadTask, check
 
 
-@pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0, 2e-38])
 def test_a_task_cannot_bring_an_impossible_temperature_to_the_shared_policy(temperature: float) -> None:
     with pytest.raises(BadTask, match="temperature"):
         check(Task("r", 1, temperature=temperature), "r")
