@@ -1,40 +1,78 @@
-"""Group-relative advantages: one number per member, from the rewards of the members that ended.
+"""Advantages: what an episode did better or worse than was to be expected.
 
-A new estimator is one function and one line in `ESTIMATORS`.
+The group estimators give one number per member, from the rewards of the members that ended; `gae` gives one per
+token, from rewards and values. Pure functions. A new estimator is one function and one line in `ESTIMATORS`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trajectories.schema import Row
+
 Rewards = NDArray[np.float64]
-Estimator = Callable[[Rewards], Rewards]
 
 EPSILON = 1e-4
-"""Added to the standard deviation of GRPO's denominator."""
+"""Added to the standard deviation of GRPO's denominator, and to the mean of MaxRL's."""
+WHITEN_EPSILON = 1e-8
+"""Added to the variance of a step's advantages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """One line of the table."""
+
+    function: Callable[[Rewards], Rewards]
+    """Rewards of a group's members, shape (N,), N >= 2 and finite -> their advantages, shape (N,)."""
+    paper: str
+    group_relative: bool = True
+    """Equal rewards give a group without gradient, which is filtered: DAPO's dynamic sampling (arXiv:2503.14476)."""
+    whiten: bool = False
+    """The learner brings the advantages of a step's loss tokens to mean 0 and variance 1, see `whitened`."""
 
 
 def grpo(rewards_N: Rewards) -> Rewards:
-    """(r - mean) / (std + 1e-4), the population's std (DeepSeekMath, arXiv 2402.03300)."""
+    """(r - mean) / (std + 1e-4), the population's std."""
     return np.asarray((rewards_N - rewards_N.mean()) / (rewards_N.std() + EPSILON))
 
 
 def dr_grpo(rewards_N: Rewards) -> Rewards:
-    """r - mean: GRPO without the bias towards groups of low variance (Dr.GRPO, arXiv 2503.20783)."""
+    """r - mean: GRPO without the bias towards groups of low variance."""
     return np.asarray(rewards_N - rewards_N.mean())
 
 
 def rloo(rewards_N: Rewards) -> Rewards:
-    """r - mean of the others: the leave-one-out baseline (RLOO, arXiv 2402.14740). Shape (N,), N >= 2."""
+    """r - mean of the others: the leave-one-out baseline."""
     n = len(rewards_N)
     return np.asarray((rewards_N - rewards_N.mean()) * (n / (n - 1)))
 
 
-ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def reinforce_plus_plus(rewards_N: Rewards) -> Rewards:
+    """r: the baseline and the scale are those of the whole step."""
+    return rewards_N
+
+
+def maxrl(rewards_N: Rewards) -> Rewards:
+    """(r - mean) / (mean + 1e-4) for rewards of 0 or more: the gradient of log success, which a hard prompt raises."""
+    if rewards_N.min() < 0:
+        raise ValueError(f"maxrl takes rewards of 0 or more, found {rewards_N.min():g}")
+    return np.asarray((rewards_N - rewards_N.mean()) / (rewards_N.mean() + EPSILON))
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator(grpo, "DeepSeekMath, arXiv:2402.03300"),
+    "dr_grpo": Estimator(dr_grpo, "Dr. GRPO, arXiv:2503.20783"),
+    "rloo": Estimator(rloo, "Back to Basics, arXiv:2402.14740"),
+    "reinforce++": Estimator(reinforce_plus_plus, "arXiv:2501.03262", group_relative=False, whiten=True),
+    "reinforce++_baseline": Estimator(dr_grpo, "arXiv:2501.03262", whiten=True),
+    "maxrl": Estimator(maxrl, "arXiv:2602.02710"),
+}
+"""Name in the run file -> estimator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +80,102 @@ class AdvantageSettings:
     """Section [advantages] of the run file."""
 
     estimator: str = "grpo"
-    """One of ESTIMATORS."""
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce++`, `reinforce++_baseline` or `maxrl`; see docs/algorithms.md."""
+    overlong_tokens: int = 0
+    """DAPO's soft overlong punishment: an episode of more sampled tokens than this loses 1 reward. 0 is off."""
+    overlong_buffer: int = 0
+    """Tokens below `overlong_tokens` over which that loss grows from 0 to 1."""
 
     def __post_init__(self) -> None:
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; found {self.estimator!r}")
+        if self.overlong_tokens < 0 or not 0 <= self.overlong_buffer <= self.overlong_tokens:
+            raise ValueError(
+                f"overlong_buffer must lie between 0 and overlong_tokens ({self.overlong_tokens}), found "
+                f"{self.overlong_buffer}: DAPO takes a fifth of it"
+            )
+        if self.overlong_tokens and self.estimator == "maxrl":
+            raise ValueError("overlong_tokens must be 0 with the estimator maxrl, which takes rewards of 0 or more")
+
+    @property
+    def whiten(self) -> bool:
+        return ESTIMATORS[self.estimator].whiten
 
 
-def advantages(rewards_N: Sequence[float], settings: AdvantageSettings) -> tuple[float, ...]:
-    """Advantages of a group's N >= 2 members; raises ValueError for fewer or for rewards that are not finite."""
+def advantages(
+    rewards_N: Sequence[float], settings: AdvantageSettings, lengths_N: Sequence[int] = ()
+) -> tuple[float, ...]:
+    """Advantages of a group's N >= 2 members; raises ValueError for fewer or for rewards that are not finite.
+
+    `lengths_N` are the members' sampled tokens, which the overlong punishment needs.
+    """
     rewards = np.asarray(rewards_N, np.float64)
     if len(rewards) < 2:
         raise ValueError(f"a group needs two members or more for a baseline, found {len(rewards)}")
     if not np.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite numbers, found {list(rewards_N)}")
-    return tuple(float(value) for value in ESTIMATORS[settings.estimator](rewards))
+    if settings.overlong_tokens:
+        rewards = rewards + overlong_punishment(lengths_N, settings.overlong_tokens, settings.overlong_buffer)
+    return tuple(float(value) for value in ESTIMATORS[settings.estimator].function(rewards))
+
+
+def overlong_punishment(lengths_N: Sequence[int], longest: int, buffer: int) -> Rewards:
+    """What an episode of so many sampled tokens loses, 0 to -1 (DAPO, arXiv:2503.14476, equation 13).
+
+    0 up to `longest - buffer`, then linear, and -1 above `longest`.
+    """
+    lengths = np.asarray(lengths_N, np.float64)
+    soft = np.clip((longest - buffer - lengths) / max(buffer, 1), -1.0, 0.0)
+    return np.where(lengths > longest, -1.0, np.where(lengths <= longest - buffer, 0.0, soft))
 
 
 def zero_variance(rewards_N: Sequence[float]) -> bool:
     """Whether all rewards are equal, up to float noise: such a group yields no gradient."""
     return max(rewards_N) - min(rewards_N) <= 1e-9 * max(1.0, max(abs(reward) for reward in rewards_N))
+
+
+def filtered(rewards_N: Sequence[float], settings: AdvantageSettings) -> bool:
+    """Whether a group with these rewards (before any punishment) is left out: it would teach nothing."""
+    return ESTIMATORS[settings.estimator].group_relative and zero_variance(rewards_N)
+
+
+def whitened(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows of one step with (A - mean) / sqrt(var + 1e-8) over their loss tokens (REINFORCE++, arXiv:2501.03262).
+
+    Mean and variance are of all rows together, so they do not depend on how closings were packed. Advantages that are
+    not finite stay as they are and do not count.
+    """
+    masks = [row.loss_mask_T & np.isfinite(row.advantages_T) for row in rows]
+    found = [row.advantages_T[mask_T].astype(np.float64) for row, mask_T in zip(rows, masks, strict=True)]
+    every = np.concatenate([np.zeros(0), *found])
+    if not len(every):
+        return tuple(rows)
+    mean, scale = every.mean(), 1 / np.sqrt(every.var() + WHITEN_EPSILON)
+    return tuple(
+        dataclasses.replace(
+            row,
+            advantages_T=np.where(mask_T, (row.advantages_T - mean) * scale, row.advantages_T).astype(np.float32),
+        )
+        for row, mask_T in zip(rows, masks, strict=True)
+    )
+
+
+def gae(
+    rewards_T: Sequence[float] | Rewards, values_T: Sequence[float] | Rewards, gamma: float, lam: float
+) -> tuple[Rewards, Rewards]:
+    """Generalised advantage estimation of one ended sequence -> (advantages_T, returns_T).
+
+        delta_t = r_t + gamma V_{t+1} - V_t        V behind the last token is 0
+        A_t     = delta_t + gamma lam A_{t+1}      G_t = A_t + V_t
+
+    Schulman et al. 2016, arXiv:1506.02438. `values_T[t]` is the value before token t was drawn.
+    """
+    rewards, values = np.asarray(rewards_T, np.float64), np.asarray(values_T, np.float64)
+    if rewards.shape != values.shape:
+        raise ValueError(f"rewards and values must have one shape, found {rewards.shape} and {values.shape}")
+    deltas = rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values
+    advantages_T = np.zeros_like(deltas)
+    ahead = 0.0
+    for t in range(len(deltas) - 1, -1, -1):
+        ahead = advantages_T[t] = deltas[t] + gamma * lam * ahead
+    return advantages_T, advantages_T + values

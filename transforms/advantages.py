@@ -1,4 +1,4 @@
-"""Advantages: each closing is given its members' advantages; one without variance is filtered, with a verdict.
+"""Advantages: each closing is given its members' advantages; one that teaches nothing is filtered, with a verdict.
 
 Invariant: what leaves here has one finite number per episode.
 """
@@ -16,7 +16,7 @@ from apache_beam.pvalue import TaggedOutput
 from apache_beam.typehints import with_input_types, with_output_types
 
 import transforms.coders  # noqa: F401 (registers the coders)
-from trajectories.advantages import AdvantageSettings, advantages, zero_variance
+from trajectories.advantages import AdvantageSettings, advantages, filtered
 from trajectories.schema import Closing, DeadLetter, Outcome, Verdict
 from transforms import metrics
 from transforms.dead_letters import DEAD, VERDICTS, dead_letter
@@ -45,12 +45,14 @@ class _Estimate(beam.DoFn):
     def process(self, closing: Closing) -> Iterator[Any]:
         rewards_N = [episode.reward for episode in closing.episodes]
         try:
-            advantages_N = advantages(rewards_N, self.settings)
+            advantages_N = advantages(
+                rewards_N, self.settings, [episode.sampled_tokens for episode in closing.episodes]
+            )
         except ValueError as error:
             yield TaggedOutput(VERDICTS, verdict(closing, Outcome.FAILED, str(error)))
             yield TaggedOutput(DEAD, dead_letter(closing.run_id, "Advantages", type(error).__name__, str(error)))
             return
-        if zero_variance(rewards_N):
+        if filtered(rewards_N, self.settings):
             metrics.count("groups/filtered")
             yield TaggedOutput(VERDICTS, verdict(closing, Outcome.FILTERED, f"every reward is {rewards_N[0]:g}"))
             return
