@@ -45,7 +45,17 @@ Attend = Callable[[Array, Array, Array], Array]
 """(q_BTHd, k_BTKd, v_BTKd) -> o_BTHd; queries and keys are rotated already."""
 Kernel = Callable[..., Array]
 """(q_BTHd, k_BTKd, v_BTKd, visible_BTT, softcap) -> o_BTHd."""
+LayerAttend = Callable[[Array, Array, Array, "bool | Array"], Array]
+"""`Attend` with a fourth argument: whether the layer is local. A scan over layers of both kinds passes an array."""
+Constrain = Callable[[Array, tuple[str | None, ...]], Array]
+"""Returns its first argument, laid out as the logical names of its axes say; None is an axis that is not spread."""
+Gather = Callable[[Layer, "Adapter | None"], "tuple[Layer, Adapter | None]"]
+"""One layer's parameters and its share of the adapter, laid out as its products need them."""
 
+RESIDUAL = ("rows", "sequence", None)
+"""Logical axes of the residual stream [B, T, D] ..."""
+WHOLE = ("rows", None, None)
+"""... and of what the projections read and the unembedding takes."""
 _PROJECTION = "projection"
 """Marks the outputs of the projections for `Remat.ATTENTION`."""
 MASKED = -1e30
@@ -376,11 +386,13 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         lora_scale: float | Array = 1.0,
         *,
         local: bool | Array = False,
+        constrain: Constrain = lambda x, axes: x,
     ) -> Array:
         """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`; `fuse_adapter` for a fused layer);
         targets it lacks stay the base.
 
-        `local` chooses the rotary frequencies; the window itself is the business of `attend`.
+        `local` chooses the rotary frequencies; the window itself is the business of `attend`. `constrain` spreads the
+        activations over a mesh.
         """
         config = self.config
         frequencies = rotary_frequencies(config, local is True)
@@ -408,18 +420,28 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
             y = y.reshape(*y.shape[:2], count, config.head_dim)
             return norm(f"{name}_norm", y) if config.qk_norm and name != "v" else y
 
-        q, k, v = linear(norm("input_norm", x_BTD), "q_proj", "k_proj", "v_proj")
+        def whole(x: Array) -> Array:
+            return constrain(x, WHOLE)
+
+        def residual(x: Array) -> Array:
+            return constrain(x, RESIDUAL)
+
+        q, k, v = linear(whole(norm("input_norm", x_BTD)), "q_proj", "k_proj", "v_proj")
         q = rotate(heads("q", q, config.num_heads), positions_BT, frequencies)
         k = rotate(heads("k", k, config.num_kv_heads), positions_BT, frequencies)
         v = heads("v", v, config.num_kv_heads)
         if config.query_scale is not None:
             # Every attention divides by sqrt(d).
             q = q * (config.query_scale * config.head_dim**0.5)
-        (h,) = linear(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), "o_proj")
-        x_BTD = x_BTD + (norm("attention_output_norm", h) if config.output_norms else h)
-        gate, up = linear(norm("post_norm", x_BTD), "gate_proj", "up_proj")
-        (h,) = linear(config.activation(gate) * up, "down_proj")
-        return x_BTD + (norm("mlp_output_norm", h) if config.output_norms else h)
+        q = constrain(q, ("rows", None, "heads", None))
+        k, v = (constrain(x, ("rows", None, "kv_heads", None)) for x in (k, v))
+        o = constrain(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), ("rows", None, "heads"))
+        h = residual(*linear(o, "o_proj"))
+        x_BTD = residual(x_BTD + (norm("attention_output_norm", h) if config.output_norms else h))
+        gate, up = linear(whole(norm("post_norm", x_BTD)), "gate_proj", "up_proj")
+        h = constrain(config.activation(gate) * up, ("rows", None, "mlp"))
+        h = residual(*linear(h, "down_proj"))
+        return residual(x_BTD + (norm("mlp_output_norm", h) if config.output_norms else h))
 
 
 @functools.lru_cache(maxsize=16)
@@ -528,45 +550,81 @@ def hidden_states(
     Scans over stacked layers, loops over unrolled ones. `remat=True` is `Remat.ATTENTION`. `kernel` replaces the
     attention; `visible_BTT` must be lower triangular, as `visible` makes it.
     """
-    remat = (Remat.ATTENTION if remat else Remat.NONE) if isinstance(remat, bool) else Remat(remat)
-
     if kernel is None:
         kernel = blocked_attention if jax.default_backend() == "cpu" else attention
-
     windowed_BTT = visible_BTT
     if config.local_layers:
         assert config.sliding_window is not None
         windowed_BTT = windowed(visible_BTT, positions_BT, config.sliding_window)
 
-    def step(x: Array, layer: Layer, share: Adapter | None, local: bool | Array) -> Array:
+    def attend(q: Array, k: Array, v: Array, local: bool | Array) -> Array:
         if isinstance(local, bool):
             mask = windowed_BTT if local else visible_BTT
         else:
             mask = jnp.where(local, windowed_BTT, visible_BTT)
+        return kernel(q, k, v, mask, config.attention_softcap)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            return kernel(q, k, v, mask, config.attention_softcap)
+    x = embed(config, params, tokens_BT)
+    x = run_layers(config, params["layers"], adapter, lora_scale, x, positions_BT, attend, remat=remat)
+    return final_norm(config, params, x)
 
-        return make_block(config, layer)(x, positions_BT, attend, share, lora_scale, local=local)
+
+def run_layers(
+    config: ModelConfig,
+    layers: Any,
+    adapter: Adapter | None,
+    lora_scale: float | Array,
+    x_BTD: Array,
+    positions_BT: Array,
+    attend: LayerAttend,
+    *,
+    remat: bool | Remat = Remat.NONE,
+    constrain: Constrain = lambda x, axes: x,
+    gather: Gather | None = None,
+) -> Array:
+    """The residual stream behind the last layer -> x_BTD. `layers` is `params["layers"]`, of either layout.
+
+    `constrain` and `gather` spread activations and parameters over a mesh; gathered parameters are gathered again in
+    the backward pass, whatever `remat` keeps.
+    """
+    remat = (Remat.ATTENTION if remat else Remat.NONE) if isinstance(remat, bool) else Remat(remat)
+
+    def step(x: Array, layer: Layer, share: Adapter | None, local: bool | Array) -> Array:
+        if gather is not None:
+            layer, share = gather(layer, share)
+
+        def attend_here(q: Array, k: Array, v: Array) -> Array:
+            return attend(q, k, v, local)
+
+        block = make_block(config, layer)
+        return block(x, positions_BT, attend_here, share, lora_scale, local=local, constrain=constrain)
 
     local_L = [config.is_local(i) for i in range(config.num_layers)]
+    stacked = isinstance(layers, Mapping)
     # A scan computes every layer with the same lines: there, which mask and frequencies is data.
-    mixed = is_stacked(params) and len(set(local_L)) > 1
+    mixed = stacked and len(set(local_L)) > 1
     static = () if mixed else (3,)
     if remat is Remat.ATTENTION:
         policy = jax.checkpoint_policies.save_only_these_names(_PROJECTION)
         step = jax.checkpoint(step, policy=policy, static_argnums=static)
     elif remat is Remat.LAYER:
         step = jax.checkpoint(step, static_argnums=static)
-    x = embed(config, params, tokens_BT)
+    elif gather is not None:
+        step = jax.checkpoint(step, policy=_all_but_spread, static_argnums=static)
     if mixed:
-        x, _ = lax.scan(lambda x, xs: (step(x, *xs), None), x, (params["layers"], adapter, np.array(local_L)))
-    elif is_stacked(params):
-        x, _ = lax.scan(lambda x, xs: (step(x, xs[0], xs[1], local_L[0]), None), x, (params["layers"], adapter))
+        x_BTD, _ = lax.scan(lambda x, xs: (step(x, *xs), None), x_BTD, (layers, adapter, np.array(local_L)))
+    elif stacked:
+        x_BTD, _ = lax.scan(lambda x, xs: (step(x, xs[0], xs[1], local_L[0]), None), x_BTD, (layers, adapter))
     else:
-        for i, layer in enumerate(params["layers"]):
-            x = step(x, layer, layer_adapter(adapter, i), local_L[i])
-    return final_norm(config, params, x)
+        for i, layer in enumerate(layers):
+            x_BTD = step(x_BTD, layer, layer_adapter(adapter, i), local_L[i])
+    return x_BTD
+
+
+def _all_but_spread(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A remat policy: keep everything but what was laid out anew. Gathered parameters of all layers would be the whole
+    model."""
+    return primitive.name not in ("sharding_constraint", "name")
 
 
 def token_logprobs(
