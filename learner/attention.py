@@ -32,7 +32,10 @@ NO_WINDOW = 2**30
 BLOCK = 512
 """Most queries, and keys, that a kernel takes at a time."""
 _LANES = 128
-"""The least block, and what rows are filled up to."""
+"""The least block; rows are filled up to a multiple of it."""
+
+
+_when: Callable[[Any], Callable[[Callable[[], None]], None]] = pl.when
 
 
 class RowLayout(NamedTuple):
@@ -174,13 +177,13 @@ def _forward_kernel(
     """Grid (B, H, query block, key block)."""
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
-    @pl.when(j == 0)
+    @_when(j == 0)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
         most[...] = jnp.full_like(most, MASKED)
         norm[...] = jnp.zeros_like(norm)
 
-    @pl.when(by_query[b, i, j] == j)
+    @_when(by_query[b, i, j] == j)
     def _() -> None:
         visible = _visible(queries[0], keys[0], i, j, window[0], static.block)
         scores, _ = _scores(static, q[0, 0], k[0, 0], visible)
@@ -192,7 +195,7 @@ def _forward_kernel(
         total[...] = total[...] * decay + _dot(weights.astype(v.dtype), v[0, 0], 1, 0)
         most[...] = new
 
-    @pl.when(j == pl.num_programs(3) - 1)
+    @_when(j == pl.num_programs(3) - 1)
     def _() -> None:
         o[0, 0] = (total[...] / norm[...]).astype(o.dtype)
         lse[0, 0] = most[...] + jnp.log(norm[...])
@@ -225,17 +228,17 @@ def _query_kernel(
     """Grid (B, H, query block, key block)."""
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
-    @pl.when(j == 0)
+    @_when(j == 0)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    @pl.when(by_query[b, i, j] == j)
+    @_when(by_query[b, i, j] == j)
     def _() -> None:
         visible = _visible(queries[0], keys[0], i, j, window[0], static.block)
         _, slopes = _slopes(static, q[0, 0], k[0, 0], v[0, 0], do[0, 0], lse[0, 0], delta[0, 0], visible)
         total[...] += _dot(slopes.astype(k.dtype), k[0, 0], 1, 0)
 
-    @pl.when(j == pl.num_programs(3) - 1)
+    @_when(j == pl.num_programs(3) - 1)
     def _() -> None:
         dq[0, 0] = total[...].astype(dq.dtype)
 
@@ -260,19 +263,19 @@ def _key_kernel(
     """Grid (B, K, key block, query head of the group, query block)."""
     b, j, g, i = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
-    @pl.when((g == 0) & (i == 0))
+    @_when((g == 0) & (i == 0))
     def _() -> None:
         total_k[...] = jnp.zeros_like(total_k)
         total_v[...] = jnp.zeros_like(total_v)
 
-    @pl.when(by_key[b, j, i] == i)
+    @_when(by_key[b, j, i] == i)
     def _() -> None:
         visible = _visible(queries[0], keys[0], i, j, window[0], static.block)
         weights, slopes = _slopes(static, q[0, 0], k[0, 0], v[0, 0], do[0, 0], lse[0, 0], delta[0, 0], visible)
         total_v[...] += _dot(weights.astype(do.dtype), do[0, 0], 0, 0)
         total_k[...] += _dot(slopes.astype(q.dtype), q[0, 0], 0, 0)
 
-    @pl.when((g == pl.num_programs(3) - 1) & (i == pl.num_programs(4) - 1))
+    @_when((g == pl.num_programs(3) - 1) & (i == pl.num_programs(4) - 1))
     def _() -> None:
         dk[0, 0] = total_k[...].astype(dk.dtype)
         dv[0, 0] = total_v[...].astype(dv.dtype)
