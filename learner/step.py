@@ -1,8 +1,8 @@
 """The optimizer step: rows in, one LoRA update out.
 
 Invariants: every shape is compiled by `compile()` and none later; an interrupted step leaves the state as it was, bit
-for bit; the gradient is a sum over loss tokens divided by one global count, so it does not depend on how closings were
-packed, bucketed or chunked; a step without loss tokens or with a gradient that is not finite changes no parameter.
+for bit; the gradient is a sum over loss tokens divided by one global denominator, so it does not depend on how closings
+were packed, bucketed or chunked; a step without loss tokens or with a gradient that is not finite changes no parameter.
 
 The hidden state of a token's predecessor predicts it. `prepare` gathers the loss tokens of all rows of a call into one
 flat list, so that the vocabulary head, the dearest layer of a small model, runs on them alone.
@@ -111,6 +111,9 @@ class Batch(NamedTuple):
     kept_NK: Any = None
     """Ids that each target was drawn from, -1 behind them; a row of -1 means the whole vocabulary. None in a run that
     truncates no draw: its compiled functions have no such input."""
+    sequences_N: Any = None
+    """Which episode of the call a loss token belongs to, from 0; the last entry's number behind `count`. None in a run
+    whose loss looks at tokens alone."""
 
 
 class TrainState(NamedTuple):
@@ -134,7 +137,10 @@ class PreparedStep:
     calls: tuple[tuple[int, Batch], ...]
     """(bucket, batch), every batch of shape (rows_per_call, bucket)."""
     loss_tokens: int
-    """The global denominator."""
+    sequences: int
+    """Episodes with loss tokens."""
+    denominator: float
+    """What the sum over the calls is divided by, see `learner.losses.Aggregation`."""
     rows: int
     row_tokens: int
     """Tokens of the rows, padding included."""
@@ -146,16 +152,19 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimizer step did. Means are over its valid loss tokens."""
+    """What one optimizer step did. Means and fractions are over its valid loss tokens where nothing else is said."""
 
     step: int
     """The step number after the update."""
     updated: bool
     """False if the step had no loss tokens or its gradient was not finite: the parameters are as they were."""
     loss: float
+    """As the run aggregates it."""
     gradient_norm: float
     """Before the clip."""
     loss_tokens: int
+    sequences: int
+    """Episodes with loss tokens."""
     invalid_tokens: int
     """Loss tokens with a non-finite log-prob or advantage, or outside their kept ids; they contribute nothing."""
     rows: int
@@ -165,6 +174,10 @@ class StepMetrics:
     clipped_fraction: float
     capped_fraction: float
     """Tokens whose importance weight was truncated."""
+    masked_fraction: float
+    """Tokens that the off-policy correction left out."""
+    kept_fraction: float
+    """Of all loss tokens, those that trained: valid, not clipped and not masked."""
     mean_abs_log_ratio: float
     """Of learner to behaviour policy, as is the next."""
     max_abs_log_ratio: float
@@ -226,7 +239,7 @@ class Trainer:
             max_kept=max_kept,
             remat=remat,
         )
-        self._max_kept = max_kept
+        self._max_kept, self._loss = max_kept, loss
         self._buckets, self._rows_per_call = tuple(buckets), rows_per_call
         self._params = (
             self._sharding.load_params(params)
@@ -282,7 +295,8 @@ class Trainer:
     def compile(self) -> float:
         """Compile every shape that a step can need; returns the seconds it took. Later steps compile nothing."""
         began = time.perf_counter()
-        program, params, state = self._program, *jax.tree.map(abstract, (self._params, self._state))
+        program = self._program
+        params, state = jax.tree.map(abstract, (self._params, self._state))
         zeros = program.lower_zeros().compile()
         for bucket in self._buckets:
             self._compiled[bucket] = program.lower_accumulate(params, program.abstract_batch(bucket)).compile()
@@ -307,24 +321,28 @@ class Trainer:
                     "run must read the same packing.buckets"
                 )
             by_bucket[row.bucket].append(row)
-        calls, loss_tokens = [], 0
+        calls, loss_tokens, sequences = [], 0, 0
         for bucket, members in by_bucket.items():
             for start in range(0, len(members), self._rows_per_call):
-                batch = self._batch(bucket, members[start : start + self._rows_per_call])
+                batch, found = self._batch(bucket, members[start : start + self._rows_per_call])
                 loss_tokens += int(batch.count)
+                sequences += found
                 calls.append((bucket, self._put_batch(batch)))
         return PreparedStep(
             calls=tuple(calls),
             loss_tokens=loss_tokens,
+            sequences=sequences,
+            denominator=self._loss.denominator(loss_tokens, sequences),
             rows=len(rows),
             row_tokens=sum(row.bucket for row in rows),
             used_tokens=sum(row.used for row in rows),
             call_tokens=sum(bucket * self._rows_per_call for bucket, _ in calls),
         )
 
-    def _batch(self, bucket: int, rows: Sequence[Row]) -> Batch:
+    def _batch(self, bucket: int, rows: Sequence[Row]) -> tuple[Batch, int]:
+        """The batch of one call, on the host, and the number of episodes in it that have loss tokens."""
         batch = self._program.empty_batch(bucket)
-        count = 0
+        count = sequences = 0
         for b, row in enumerate(rows):
             batch.tokens_BT[b] = row.tokens_T
             batch.segment_ids_BT[b] = row.segment_ids_T
@@ -340,8 +358,13 @@ class Trainer:
             batch.advantages_N[place] = row.advantages_T[index]
             if len(row.kept_counts_T):
                 self._lay_kept(batch, place, row, index)
+            # An episode lies in one row, as one segment.
+            segments, numbers_n = np.unique(row.segment_ids_T[index], return_inverse=True)
+            if batch.sequences_N is not None:
+                batch.sequences_N[place] = sequences + numbers_n
+            sequences += len(segments)
             count = place.stop
-        return batch._replace(count=np.int32(count))
+        return batch._replace(count=np.int32(count)), sequences
 
     def _lay_kept(self, batch: Batch, place: slice, row: Row, index: Any) -> None:
         """The kept ids of the row's tokens `index` go to the loss tokens `place`."""
@@ -383,7 +406,7 @@ class Trainer:
             return None
         if self._apply is None:
             raise RuntimeError("Trainer.compile() must run before the first step")
-        denominator = self._put_scalar(np.float32(prepared.loss_tokens))
+        denominator = self._put_scalar(np.float32(prepared.denominator))
         state, norm, updated = self._apply(self._state, accumulated.gradient, denominator)
         jax.block_until_ready(state)
         self._state = state
@@ -393,7 +416,7 @@ class Trainer:
         """The step's gradient, divided by the global denominator, and its sums. Changes nothing."""
         accumulated = self._gather(prepared, never)
         assert accumulated is not None
-        scale = np.float32(1 / max(prepared.loss_tokens, 1))
+        scale = np.float32(1 / max(prepared.denominator, 1))
         return jax.tree.map(lambda x: np.asarray(x) * scale, accumulated.gradient), accumulated.sums
 
     def _gather(self, prepared: PreparedStep, interrupted: Callable[[], bool]) -> _Accumulated | None:
@@ -416,9 +439,10 @@ class Trainer:
         return StepMetrics(
             step=self.step_number,
             updated=updated,
-            loss=total["loss"] / valid,
+            loss=total["loss"] / max(prepared.denominator, 1.0),
             gradient_norm=norm,
             loss_tokens=prepared.loss_tokens,
+            sequences=prepared.sequences,
             invalid_tokens=int(total["invalid"]),
             rows=prepared.rows,
             row_tokens=prepared.row_tokens,
@@ -426,6 +450,8 @@ class Trainer:
             calls=len(prepared.calls),
             clipped_fraction=total["clipped"] / valid,
             capped_fraction=total["capped"] / valid,
+            masked_fraction=total["masked"] / valid,
+            kept_fraction=total["kept"] / max(total["tokens"], 1.0),
             mean_abs_log_ratio=total["abs_log_ratio"] / valid,
             max_abs_log_ratio=total["max_abs_log_ratio"],
             behaviour_kl=total["behaviour_kl"] / valid,
@@ -497,6 +523,7 @@ class StepProgram:
             advantages_N=np.zeros(size, np.float32),
             count=np.int32(0),
             kept_NK=np.full((size, self._max_kept), -1, np.int32) if self._max_kept else None,
+            sequences_N=np.full(size, size - 1, np.int32) if self._loss.needs_sequences else None,
         )
 
     def _abstract_accumulated(self) -> _Accumulated:
@@ -548,7 +575,13 @@ class StepProgram:
                 reference_N = jax.lax.stop_gradient(self._logprobs(params, None, batch))
             mask_N = jnp.arange(batch.targets_N.size) < batch.count
             return policy_loss(
-                logprobs_N, batch.behaviour_N, batch.advantages_N, mask_N, self._loss, reference_N=reference_N
+                logprobs_N,
+                batch.behaviour_N,
+                batch.advantages_N,
+                mask_N,
+                self._loss,
+                reference_N=reference_N,
+                sequences_N=batch.sequences_N,
             )
 
         more, more_sums = jax.grad(loss, has_aux=True)(adapter)

@@ -94,10 +94,10 @@ class Run:
             )
         if not self.sampling.temperature > 0:
             raise SettingsError("sampling.temperature must be above 0 in training: greedy groups have no variance")
-        if self.learner.max_staleness > 0 and not self.loss.importance_weights:
+        if self.learner.max_staleness > 0 and self.loss.ignores_staleness:
             raise SettingsError(
-                f"learner.max_staleness is {self.learner.max_staleness} and loss.importance_weights is off: stale "
-                "tokens would train as if they were fresh. Turn the weights on or set max_staleness = 0"
+                f"learner.max_staleness is {self.learner.max_staleness} and loss.correction is 'none': stale tokens "
+                "would train as if they were fresh. Set a correction such as 'tis', or max_staleness = 0"
             )
         if self.environment.episode_timeout_s > self.learner.task_deadline_s:
             raise SettingsError(

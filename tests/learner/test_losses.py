@@ -8,9 +8,132 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from learner.losses import MAX_LOG_RATIO, Anchor, LossSettings, add_sums, no_sums, policy_loss
+from learner.losses import (
+    CORRECTIONS,
+    MAX_LOG_RATIO,
+    POLICY_LOSSES,
+    Aggregation,
+    Anchor,
+    KlPlace,
+    LossSettings,
+    Takes,
+    add_sums,
+    discounted,
+    no_sums,
+    policy_loss,
+)
+from tests.learner import papers
 
 COUNT = 257
+LENGTHS = (1, 7, 3, 12, 5, 9)
+
+
+def variants():
+    """Every policy loss under every correction that it takes, aggregations and penalties in turn."""
+    lines = [
+        {"policy_loss": name, "correction": correction, **extra}
+        for name, line in POLICY_LOSSES.items()
+        for correction in (("none",) if line.takes is Takes.NOTHING else CORRECTIONS)
+        for extra in {
+            "ppo": ({}, {"dual_clip": 1.5}),
+            "decoupled_ppo": ({}, {"clip_anchor": Anchor.PROXIMAL}),
+            "gspo": ({}, {"clip_low": 0.01, "clip_high": 0.02}),
+        }.get(name, ({},))
+    ]
+    penalties = [
+        {},
+        {"kl_coefficient": 0.3},
+        {"kl_coefficient": 0.3, "kl_estimator": "k1", "kl_in": KlPlace.REWARD},
+        {"kl_coefficient": 0.3, "kl_estimator": "k2"},
+        {"kl_coefficient": 0.3, "kl_estimator": "k1"},
+    ]
+    aggregations = list(Aggregation)
+    bands = {"geometric_mask": {"mask_low": 0.93, "mask_high": 1.07}, "icepop": {"mask_low": 0.8, "mask_high": 1.4}}
+    return [
+        LossSettings(
+            **line,
+            **penalties[i % len(penalties)],
+            **bands.get(line["correction"], {}),
+            aggregation=aggregations[i % len(aggregations)],
+            importance_cap=1.3,
+            constant_length=11,
+        )
+        for i, line in enumerate(lines)
+    ]
+
+
+def whole_episodes(seed=0, lengths=LENGTHS):
+    """Episodes as `papers` has them, of float32 values, and the same tokens in flat arrays with holes in the mask."""
+    rng = np.random.default_rng(seed)
+    episodes = []
+    for length in lengths:
+        pi = -rng.exponential(1.0, length).astype(np.float32)
+        near = {name: pi + 0.3 * rng.normal(size=length).astype(np.float32) for name in ("mu", "prox", "ref")}
+        advantage = np.full(length, rng.normal(), np.float32)
+        episodes.append({"pi": pi, "still": pi, **near, "advantage": advantage})
+    holes = 3  # masked entries behind each episode, and at the end
+    mask_N = np.concatenate([np.r_[np.ones(length, bool), np.zeros(holes, bool)] for length in lengths])
+
+    def laid(name):
+        flat_N = np.full(len(mask_N), np.nan, np.float32)
+        flat_N[mask_N] = np.concatenate([e[name] for e in episodes])
+        return flat_N
+
+    arrays = {
+        "logprobs_N": laid("pi"),
+        "behaviour_N": laid("mu"),
+        "proximal_N": laid("prox"),
+        "reference_N": laid("ref"),
+        "advantages_N": laid("advantage"),
+        "sequences_N": np.repeat(np.arange(len(lengths)), [length + holes for length in lengths]),
+        "mask_N": mask_N,
+    }
+    return episodes, arrays
+
+
+def value_and_gradient(arrays, loss):
+    rest = {name: x for name, x in arrays.items() if name != "logprobs_N"}
+    if not loss.kl_coefficient:
+        rest.pop("reference_N", None)
+    return jax.value_and_grad(lambda x: policy_loss(x, **rest, settings=loss), has_aux=True)(
+        jnp.asarray(arrays["logprobs_N"])
+    )
+
+
+@pytest.mark.parametrize("loss", variants(), ids=lambda loss: f"{loss.policy_loss}-{loss.correction}")
+def test_every_loss_equals_its_paper(loss):
+    """Value and gradient of a step, against NumPy's; the gradient there is a difference quotient in float64."""
+    episodes, arrays = whole_episodes()
+    (total, sums), grad_N = value_and_gradient(arrays, loss)
+    denominator = loss.denominator(sum(LENGTHS), len(LENGTHS))
+    np.testing.assert_allclose(total / denominator, papers.objective(episodes, loss), rtol=1e-5)
+    expected_N = np.zeros(len(grad_N))
+    expected_N[arrays["mask_N"]] = papers.gradient(episodes, loss)
+    np.testing.assert_allclose(grad_N / denominator, expected_N, rtol=2e-4, atol=1e-7)
+    assert sums.tokens == sum(LENGTHS)
+    assert (sums.masked > 0) == (sums.kept < sums.tokens - sums.clipped)
+    assert (sums.masked > 0) == (loss.correction in ("icepop", "geometric_mask"))
+
+
+@pytest.mark.parametrize("loss", variants(), ids=lambda loss: f"{loss.policy_loss}-{loss.correction}")
+def test_an_episodes_loss_does_not_depend_on_the_others_in_its_call(loss):
+    """The sums over a step do not depend on which call holds which episode."""
+    _, whole = whole_episodes(seed=1)
+    (total, sums), grad_N = value_and_gradient(whole, loss)
+    cut = np.searchsorted(whole["sequences_N"], 3)
+    parts = [{name: x[place] for name, x in whole.items()} for place in (slice(cut, None), slice(0, cut))]
+    parts[0]["sequences_N"] = parts[0]["sequences_N"] - 3
+    (second, second_sums), second_N = value_and_gradient(parts[0], loss)
+    (first, first_sums), first_N = value_and_gradient(parts[1], loss)
+    np.testing.assert_allclose(first + second, total, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate([first_N, second_N]), grad_N, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(add_sums(first_sums, second_sums), sums, rtol=1e-5)
+
+
+def test_a_sum_runs_to_the_end_of_its_episode_and_decays():
+    x_N, sequences_N = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]), np.array([0, 0, 0, 1, 2, 2])
+    np.testing.assert_allclose(discounted(x_N, sequences_N), [7, 6, 4, 8, 48, 32])
+    np.testing.assert_allclose(discounted(x_N, sequences_N, 0.5), [1 + 0.5 * 4, 4, 4, 8, 32, 32])
 
 
 def tokens(seed, spread=0.3):
@@ -31,7 +154,7 @@ def reference_loss(loss, logprobs_N, behaviour_N, advantages_N, mask_N, proximal
     for n in np.flatnonzero(mask_N):
         prox = logprobs_N[n] if proximal_N is None else proximal_N[n]
         ratio, importance = np.exp(logprobs_N[n] - prox), np.exp(prox - behaviour_N[n])
-        weight = min(importance, loss.importance_cap) if loss.importance_weights else 1.0
+        weight = min(importance, loss.importance_cap) if loss.correction == "tis" else 1.0
         bounded = np.clip(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
         if loss.clip_anchor is Anchor.PROXIMAL:  # PPO as its paper writes it
             term = -min(ratio * advantages_N[n], bounded * advantages_N[n])
@@ -48,7 +171,7 @@ def reference_loss(loss, logprobs_N, behaviour_N, advantages_N, mask_N, proximal
         value, grad_N[n] = value + weight * term, weight * slope
         log_ratio = logprobs_N[n] - behaviour_N[n]
         sums["clipped"] += clipped
-        sums["capped"] += loss.importance_weights and importance > loss.importance_cap
+        sums["capped"] += loss.correction == "tis" and importance > loss.importance_cap
         sums["abs_log_ratio"] += abs(log_ratio)
         sums["behaviour_kl"] += np.exp(log_ratio) - log_ratio - 1
         sums["weight"] += importance
@@ -62,7 +185,7 @@ def reference_loss(loss, logprobs_N, behaviour_N, advantages_N, mask_N, proximal
     [
         LossSettings(),
         LossSettings(clip_anchor=Anchor.PROXIMAL),
-        LossSettings(importance_weights=False),
+        LossSettings(correction="none"),
         LossSettings(clip_anchor=Anchor.PROXIMAL, clip_low=0.1, clip_high=0.1, importance_cap=1.1),
         LossSettings(kl_coefficient=0.1),
     ],
@@ -126,14 +249,20 @@ ANY = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 @settings(max_examples=60, deadline=None)
 @given(
+    loss=st.sampled_from([LossSettings(), *variants()]),
     logprobs_N=hnp.arrays(np.float32, 8, elements=ANY),
     behaviour_N=hnp.arrays(np.float32, 8, elements=ANY),
     advantages_N=hnp.arrays(np.float32, 8, elements=st.floats(-1e6, 1e6, width=32) | st.just(float("nan"))),
     mask_N=hnp.arrays(np.bool_, 8),
 )
-def test_finite_for_any_log_probs(logprobs_N, behaviour_N, advantages_N, mask_N):
+def test_finite_for_any_log_probs(loss, logprobs_N, behaviour_N, advantages_N, mask_N):
+    sequences_N = np.repeat(np.arange(4), 2)
+    reference_N = np.where(np.isfinite(behaviour_N), behaviour_N, 0)[::-1].copy() if loss.kl_coefficient else None
     (value, sums), grad_N = jax.value_and_grad(
-        lambda x: policy_loss(x, behaviour_N, advantages_N, mask_N, LossSettings()), has_aux=True
+        lambda x: policy_loss(
+            x, behaviour_N, advantages_N, mask_N, loss, reference_N=reference_N, sequences_N=sequences_N
+        ),
+        has_aux=True,
     )(jnp.asarray(logprobs_N))
     assert np.isfinite(value)
     assert np.isfinite(grad_N).all()
@@ -183,8 +312,16 @@ def test_sums_of_two_halves_are_the_sums_of_the_whole():
     [
         ({"clip_low": 0.0}, "usual value is 0.2"),
         ({"clip_high": -1.0}, "usual value is 0.28"),
-        ({"importance_cap": 0.0}, "importance_weights=false"),
+        ({"importance_cap": 0.0}, "correction = 'none'"),
         ({"kl_coefficient": -0.1}, "0 turns the penalty off"),
+        ({"policy_loss": "pppo"}, "must be one of decoupled_ppo, ppo"),
+        ({"correction": "tiss"}, "must be one of tis"),
+        ({"kl_estimator": "k4"}, "must be one of k1"),
+        ({"policy_loss": "gspo"}, "would count it twice"),
+        ({"dual_clip": 3.0}, "is of the policy loss ppo"),
+        ({"policy_loss": "ppo", "correction": "none", "dual_clip": 0.5}, "usual value is 3.0"),
+        ({"mask_low": 1.5}, "both sides of 1"),
+        ({"constant_length": 0}, "sums an episode's tokens"),
     ],
 )
 def test_impossible_settings_are_refused_with_the_mend(change, mend):
