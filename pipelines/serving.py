@@ -43,24 +43,25 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError for what cannot be served."""
     from pipelines.settings import SettingsError
     from policy.adapters import AdapterError
-    from policy.serve import ServeSettings, serve
+    from policy.serve import AddressError, ServeSettings, serve
 
     model, lora, sampling, storage = _what(args)
     key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
     if args.api_key_env and not key:
         raise SettingsError(f"--api-key-env names {args.api_key_env}, which is not set: set it to the key")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = ServeSettings(
-        host=args.host,
-        port=args.port,
-        adapter=args.adapter,
-        adapter_roots=(*args.adapters, *([storage] if storage else [])),
-        follow=args.follow,
-        api_key=key,
-    )
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells every accelerator that it does not find
     try:
+        settings = ServeSettings(
+            host=args.host,
+            port=args.port,
+            adapter=args.adapter,
+            adapter_roots=(*args.adapters, *([storage] if storage else [])),
+            follow=args.follow,
+            api_key=key,
+        )
         serve(model, lora, sampling, settings, lambda url: print(f"serving {model.path} at {url}", flush=True))
-    except (AdapterError, ValueError, OSError) as error:
+    except (AddressError, AdapterError, ValueError, OSError) as error:
         raise SettingsError(f"{args.model} cannot be served: {error}") from error
     return 0
 

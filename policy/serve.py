@@ -8,53 +8,71 @@
     GET  /health, /v1/models, /metrics
 
 Invariants: a request is answered by the version it names, whole, or refused; a request whose client has gone gives its
-slot back; nothing that a client sends ends the server, and what it refuses says what, where and how to mend it.
+slot back; nothing that a client sends or a storage holds ends the server, and what it refuses says what, where and how
+to mend it.
 
-The engine holds one adapter. Loading another puts it in force: requests that name the new one wait, those that name the
-old one may end for a moment, then they are refused with 409. A request that names no model is sampled by whatever is in
-force.
+The engine holds one adapter, and what is in force is what the engine says. Loading another puts it in force: requests
+that name the new one wait, those that name the old one may end for a moment, then they are refused with 409. A change
+of adapters runs to its end whatever becomes of the client that asked for it. A request that names no model is sampled
+by whatever is in force.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import functools
 import hashlib
 import hmac
 import itertools
 import json
 import logging
 import math
+import reprlib
 import secrets
 import signal
+import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
 
 from policy.adapters import AdapterStore, BadAdapter, load_peft
 from policy.chat import ChatFormat, ChatFormatError, Message, ToolCall, load_chat
-from policy.client import Completion, FinishReason, PolicyError, SamplingParams
+from policy.client import MOST_STOP_IDS, MOST_STOPS, Completion, FinishReason, PolicyError, SamplingParams
 from policy.engine import Engine
 from policy.lora import Adapter, LoraSettings, zero_adapter
 from policy.settings import SamplingSettings
 from policy.transformer import ModelConfig
 from policy.weights import ModelSettings, load_model
 from trajectories.schema import Version
-from trajectories.storage import StorageError, open_storage
+from trajectories.storage import open_storage
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BASE = Version(0, 0)
 REMEMBERED_ADAPTERS = 256
+LONGEST_NAME = 256
+"""Characters of an adapter's name."""
 SWAP_S = 60.0
 """Most seconds for the engine to take an adapter over: one call of it."""
+READ_S = 120.0
+"""Most seconds for a storage to give an adapter."""
 STOP_S = 2.0
 """Seconds for connections to end when the server does."""
+MOST_BYTES = 8 << 20
+TEXT_PER_TOKEN, TEXT_BESIDE = 32, 4096
+"""Characters that a request's texts may have: so many for each token of the context, and so many more."""
+DEEPEST = 64
+"""Levels to which what is rendered may be nested."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +91,18 @@ class ServeSettings:
     follow_poll_s: float = 1.0
     api_key: str = ""
     """What clients must send as a bearer token; empty: nothing."""
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 0
+    """0: what a full context needs, `MOST_BYTES` at the most. Reading a body holds up everybody else's requests."""
     drain_s: float = 5.0
     """Most seconds that an adapter waits for requests that name the one before it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"the port must be from 0 (any free one) to 65535, found {self.port}")
+
+
+class AddressError(RuntimeError):
+    """The server cannot listen where it is told to."""
 
 
 class Refused(Exception):
@@ -92,6 +119,8 @@ class _Known:
 
     version: Version
     url: str
+    digest: str
+    """SHA-256 of its values: one adapter may have several names."""
 
 
 class ServedPolicy:
@@ -113,24 +142,31 @@ class ServedPolicy:
         self._roots = [*settings.adapter_roots, *filter(None, [settings.adapter, settings.follow])]
         self._base = zero_adapter(config, lora)
         self._known: dict[str, _Known] = {}
-        self._contents: dict[str, Version] = {}
-        """SHA-256 of an adapter's values -> the engine's version of it: one adapter may have several names."""
+        """By name, the latest loaded last."""
+        self._names: dict[Version, str] = {}
+        """What each version of the engine was called when it was loaded last."""
         self._versions = (Version(number, 0) for number in itertools.count(1))
         self._sessions = itertools.count()
-        self._in_force = ("", BASE)
-        """Name and version."""
         self._coming: Version | None = None
+        """The version that waits for requests which name the one before it, or for the engine."""
+        self._asked_of_engine = BASE
+        """The version that the engine was told to take last; in force once the engine says so."""
         self._using: Counter[Version] = Counter()
         """Requests under way that named the version."""
         self._swapping = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
+        """Loads and unloads under way."""
+        self._followed = open_storage(settings.follow) if settings.follow else None
         self.began = time.monotonic()
         self.answered: Counter[str] = Counter()
         """Requests by how they ended."""
+        self.follow_failures = 0
+        """Looks at the followed run that found nothing usable."""
 
     @property
     def adapter(self) -> str:
         """The name of the adapter in force; empty: the base model."""
-        return self._in_force[0]
+        return self._names.get(self.engine.version, "")
 
     @property
     def adapter_url(self) -> str:
@@ -150,7 +186,7 @@ class ServedPolicy:
         try:
             return await self.engine.sample(session, ids, params, version=named)
         except PolicyError as error:
-            if named is not None and named not in (self._in_force[1], self._coming):
+            if named is not None and named not in (self.engine.version, self._coming):
                 raise Refused(409, self._not_in_force(model)) from error
             # The engine is closed, or a call of it failed and the next may not.
             raise Refused(503, str(error)) from error
@@ -168,103 +204,169 @@ class ServedPolicy:
         if model != self.name and known is None:
             raise Refused(
                 404,
-                f"model {model!r} is not served here: name {self.name!r} or an adapter that was loaded"
+                f"model {_shown(model)} is not served here: name {self.name!r} or an adapter that was loaded"
                 f"{f' ({self.adapter!r} is in force)' if self.adapter else ''}, or leave `model` out",
             )
         version = BASE if known is None else known.version
-        if version not in (self._in_force[1], self._coming):
+        if version not in (self.engine.version, self._coming):
             raise Refused(409, self._not_in_force(model))
         return version
 
     def _not_in_force(self, model: str) -> str:
         return (
-            f"model {model!r} is not in force, {self.adapter or self.name!r} is; the engine holds one adapter at a "
-            "time: load that one again, unload the present one for the base model, or name no model"
+            f"model {_shown(model)} is not in force, {self.adapter or self.name!r} is; the engine holds one adapter at "
+            "a time: load that one again, unload the present one for the base model, or name no model"
         )
 
     async def load(self, name: str, url: str) -> None:
         """Put the adapter in the folder `url` in force, as `name`. Raises Refused."""
-        if not name or name == self.name:
-            raise Refused(400, f"lora_name must be a name of its own, found {name!r}")
-        if not _below(url, self._roots):
-            allowed = ", ".join(self._roots) or "nowhere: start the server with --adapters FOLDER"
-            raise Refused(403, f"adapters may be loaded from below {allowed}; found {url!r}")
-        async with self._swapping:
-            try:
-                adapter, digest = await asyncio.to_thread(self._read, url)
-            except (BadAdapter, StorageError, ValueError) as error:
-                raise Refused(400, f"{url} holds no adapter for this server: {error}") from error
-            known = self._known.get(name)
-            version = self._contents.get(digest)
-            if known is not None and known.version != version:
-                raise Refused(400, f"{name!r} was loaded with other contents; a name keeps its meaning, take a new one")
-            if version is None:
-                version = self._contents[digest] = next(self._versions)
-            self._known[name] = _Known(version, url)
-            self._forget_old()
-            await self._put_in_force(name, version, adapter)
+        await self._to_its_end(self._load(name, url))
 
     async def unload(self, name: str) -> None:
         """Forget the name; if it is in force, the base is from now on. Raises Refused."""
-        async with self._swapping:
-            if name not in self._known:
-                raise Refused(404, f"adapter {name!r} is not loaded here")
-            if name == self.adapter:
-                await self._put_in_force("", BASE, self._base)
-            del self._known[name]
+        await self._to_its_end(self._unload(name))
 
     async def follow(self) -> None:
-        """Keep the newest adapter of the run in force, for ever."""
-        storage = open_storage(self._settings.follow)
-        store = AdapterStore(storage, self._config, self._lora)
+        """Keep the newest adapter of the run in force, for ever, whatever its storage holds."""
+        assert self._followed is not None
+        store = AdapterStore(self._followed, self._config, self._lora)
         seen, complained = None, ""
         while True:
             try:
-                latest = await asyncio.to_thread(store.latest)
+                latest = await _aside(store.latest)
                 if latest is not None and latest != seen:
-                    await self.load(f"followed-{latest.version}", storage.join(f"adapters/{latest.version}").url)
+                    url = self._followed.join(f"adapters/{latest.version}").url
+                    await self._to_its_end(self._load(f"followed-{latest.version}", url, renewed=True))
                     log.info("adapter %s is in force", latest.version)
                     seen, complained = latest, ""
-            except (BadAdapter, StorageError, Refused) as error:
-                if str(error) != complained:
-                    log.warning("the adapter in force stays: %s", error)
-                    complained = str(error)
+            except Exception as error:
+                self.follow_failures += 1
+                if repr(error) != complained:
+                    expected = isinstance(error, BadAdapter | OSError | Refused)
+                    log.warning("the adapter in force stays: %s", error, exc_info=None if expected else error)
+                    complained = repr(error)
             await asyncio.sleep(self._settings.follow_poll_s)
 
-    def _read(self, url: str) -> tuple[Adapter, str]:
-        """The adapter in the engine's shapes, and the SHA-256 of its values."""
-        adapter, lora = load_peft(open_storage(url), self._config)
-        fitted = fit(adapter, lora.scale, self._base, self._lora.scale)
-        digest = hashlib.sha256()
-        for target in sorted(fitted):
-            for part in ("a", "b"):
-                digest.update(fitted[target][part].tobytes())
-        return fitted, digest.hexdigest()
+    async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Cut short, a change would leave one adapter in the engine and another on record."""
+        task = asyncio.create_task(work)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
 
-    async def _put_in_force(self, name: str, version: Version, adapter: Adapter) -> None:
-        """Let the requests that name the version before end, for a while, then swap."""
-        if version != self._in_force[1]:
-            self._coming = version
-            try:
-                deadline = time.monotonic() + self._settings.drain_s
-                while self._using[self._in_force[1]] and time.monotonic() < deadline:
-                    await asyncio.sleep(0.005)
-                await asyncio.to_thread(self.engine.swap, adapter, version)
-                deadline = time.monotonic() + SWAP_S
-                while self.engine.version != version:
-                    if time.monotonic() > deadline:
-                        raise Refused(503, f"the engine did not take {name!r} over within {SWAP_S:.0f} s")
-                    await asyncio.sleep(0.002)
-            finally:
-                self._coming = None
-        self._in_force = (name, version)
+    async def _load(self, name: str, url: str, *, renewed: bool = False) -> None:
+        """`renewed`: the name may mean another adapter than before."""
+        if not name or name == self.name or len(name) > LONGEST_NAME:
+            wanted = f"a name of its own, of at most {LONGEST_NAME} characters"
+            raise Refused(400, f"lora_name must be {wanted}, found {_shown(name)}")
+        try:
+            allowed_there = _below(url, self._roots)
+        except (OSError, RuntimeError, ValueError) as error:  # a NUL, half a character, links in a circle
+            raise Refused(
+                400, f"lora_path must be a folder or a gs:// address, found {_shown(url)}: {error}"
+            ) from error
+        if not allowed_there:
+            allowed = ", ".join(self._roots) or "nowhere: start the server with --adapters FOLDER"
+            raise Refused(403, f"adapters may be loaded from below {allowed}; found {_shown(url)}")
+        async with self._swapping:
+            adapter, digest = await self._read(url)
+            known = self._known.get(name)
+            if known is not None and known.digest != digest and not renewed:
+                raise Refused(
+                    400, f"{_shown(name)} was loaded with other contents; a name keeps its meaning, take a new one"
+                )
+            same = (each.version for each in self._known.values() if each.digest == digest)
+            version = next(same, None) or next(self._versions)
+            self._known.pop(name, None)
+            self._known[name] = _Known(version, url, digest)
+            self._names[version] = name
+            self._forget_old()
+            await self._put_in_force(version, adapter)
+
+    async def _unload(self, name: str) -> None:
+        async with self._swapping:
+            known = self._known.get(name)
+            if known is None:
+                raise Refused(404, f"adapter {_shown(name)} is not loaded here")
+            if name == self._names.get(known.version) and known.version in (self.engine.version, self._asked_of_engine):
+                await self._put_in_force(BASE, self._base)
+            del self._known[name]
+            self._forget_old()
+
+    async def _read(self, url: str) -> tuple[Adapter, str]:
+        """The adapter in the engine's shapes, and the SHA-256 of its values. Raises Refused."""
+
+        def read() -> tuple[Adapter, str]:
+            adapter, lora = load_peft(open_storage(url), self._config)
+            fitted = fit(adapter, lora.scale, self._base, self._lora.scale)
+            digest = hashlib.sha256()
+            for target in sorted(fitted):
+                for part in ("a", "b"):
+                    digest.update(fitted[target][part].tobytes())
+            return fitted, digest.hexdigest()
+
+        try:
+            return await _aside(read)
+        except TimeoutError as error:
+            raise Refused(503, f"the adapter in {url} could not be read: {error}") from error
+        except (BadAdapter, OSError, ValueError) as error:
+            raise Refused(400, f"{url} holds no adapter for this server: {error}") from error
+        except Exception as error:  # a stranger's files, and a storage's client, raise what they like
+            log.exception("the adapter in %s could not be read", url)
+            raise Refused(400, f"the adapter in {url} could not be read: {type(error).__name__}: {error}") from error
+
+    async def _put_in_force(self, version: Version, adapter: Adapter) -> None:
+        """Let the requests that name the version before end, for a while, then swap. Raises Refused."""
+        engine = self.engine
+        if version == engine.version == self._asked_of_engine:
+            return
+        self._coming = version
+        try:
+            deadline = time.monotonic() + self._settings.drain_s
+            while self._using[engine.version] and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)
+            await asyncio.to_thread(engine.swap, adapter, version)
+            self._asked_of_engine = version
+            deadline = time.monotonic() + SWAP_S
+            while engine.version != version:
+                if engine.stopped is not None:
+                    raise Refused(503, f"no adapter can be put in force: {engine.stopped}")
+                if time.monotonic() > deadline:
+                    raise Refused(503, f"the engine is busy for {SWAP_S:.0f} s; it takes the adapter over after that")
+                await asyncio.sleep(0.002)
+        finally:
+            self._coming = None
 
     def _forget_old(self) -> None:
         for name in list(self._known)[:-REMEMBERED_ADAPTERS]:
             if name != self.adapter:
                 del self._known[name]
-        for digest in list(self._contents)[:-REMEMBERED_ADAPTERS]:
-            del self._contents[digest]
+        kept = {self.engine.version, *(known.version for known in self._known.values())}
+        self._names = {version: name for version, name in self._names.items() if version in kept}
+
+
+async def _aside(call: Callable[[], T]) -> T:
+    """What the call gives, which a storage may delay for long. Not on one of asyncio's threads: the process would wait
+    for it at its end. Raises TimeoutError after `READ_S`, beside what the call does."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def work() -> None:
+        try:
+            settle = functools.partial(answer.set_result, call())
+        except Exception as error:
+            settle = functools.partial(answer.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+            loop.call_soon_threadsafe(lambda: None if answer.done() else settle())
+
+    threading.Thread(target=work, name="storage", daemon=True).start()
+    try:
+        await asyncio.wait({answer}, timeout=READ_S)
+        if not answer.done():
+            raise TimeoutError(f"the storage did not answer within {READ_S:.0f} s")
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def fit(adapter: Adapter, scale: float, like: Adapter, like_scale: float) -> Adapter:
@@ -348,9 +450,12 @@ class Api:
 
     def __init__(self, policy: ServedPolicy, chat: ChatFormat, settings: ServeSettings) -> None:
         self._policy, self._chat, self._settings = policy, chat, settings
+        context = policy.engine.max_context
+        self._most_bytes = settings.max_body_bytes or min(MOST_BYTES, (1 << 18) + 64 * context)
+        self._longest_text = TEXT_BESIDE + TEXT_PER_TOKEN * context
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._guard])
+        app = web.Application(client_max_size=self._most_bytes, middlewares=[self._guard])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -370,7 +475,9 @@ class Api:
         try:
             if self._settings.api_key and request.path != "/health":
                 given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-                if not hmac.compare_digest(given.encode(), self._settings.api_key.encode()):
+                key = self._settings.api_key
+                # Bytes that are no UTF-8 come as surrogates, in the environment and in headers.
+                if not hmac.compare_digest(*(text.encode(errors="surrogateescape") for text in (given, key))):
                     raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`")
             response: web.StreamResponse = await handler(request)
         except asyncio.CancelledError:
@@ -391,13 +498,16 @@ class Api:
 
     def _explained(self, error: web.HTTPException, request: web.Request) -> str:
         if error.status == 413:
-            return f"the body is larger than {self._settings.max_body_bytes} bytes: shorten the prompt"
+            return f"the body is larger than {self._most_bytes} bytes: shorten the prompt"
         if error.status == 404:
             paths = sorted({resource.canonical for resource in request.app.router.resources()})
             return f"there is no {request.path}; there is {', '.join(paths)}"
         return f"{error.reason}: {request.method} {request.path}"
 
     async def _health(self, request: web.Request) -> web.Response:
+        stopped = self._policy.engine.stopped
+        if stopped is not None:
+            return web.json_response({"status": "stopped", "reason": str(stopped)}, status=503)
         return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -420,6 +530,7 @@ class Api:
                 "adapters_known": policy.adapters_known,
                 "uptime_s": round(time.monotonic() - policy.began, 3),
                 "requests": dict(policy.answered),
+                "follow_failures": policy.follow_failures,
                 **{
                     name: getattr(engine, name)
                     for name in (
@@ -442,9 +553,10 @@ class Api:
         body = await _body(request)
         fields = _table(body.get("sampling_params"), "sampling_params")
         _supported(body)
+        request_id = _name(body, "request_id")
         ids = self._ids(body.get("token_ids"), "token_ids")
         params = self._params(fields, _VLLM_NAMES, "sampling_params.")
-        completion = await self._policy.sample(_model(body, "model"), ids, params)
+        completion = await self._policy.sample(_name(body, "model"), ids, params)
         tokens, logprobs = completion.token_ids_N.tolist(), completion.logprobs_N.tolist()
         entries = [{"token_id": t, "logprob": p, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]
         choice = {
@@ -457,9 +569,9 @@ class Api:
         }
         return web.json_response(
             {
-                "request_id": str(body.get("request_id") or f"generate-{secrets.token_hex(8)}"),
+                "request_id": request_id or f"generate-{secrets.token_hex(8)}",
                 "created": int(time.time()),
-                "model": _model(body, "model") or self._policy.adapter or self._policy.name,
+                "model": _name(body, "model") or self._policy.adapter or self._policy.name,
                 "choices": [choice],
                 "usage": _usage(ids, tokens),
             }
@@ -469,20 +581,21 @@ class Api:
         body = await _body(request)
         fields = _table(body.get("sampling_params"), "sampling_params")
         _supported(body)
+        request_id = _name(body, "rid")
         if body.get("input_ids") is None:
-            ids = self._encoded(body.get("text"), "text")
+            ids = await self._encoded(body.get("text"), "text")
         else:
             ids = self._ids(body["input_ids"], "input_ids")
         params = self._params(fields, _SGLANG_NAMES, "sampling_params.")
         # Without an adapter's name it is the base model that is asked for.
-        completion = await self._policy.sample(_model(body, "lora_path") or self._policy.name, ids, params)
+        completion = await self._policy.sample(_name(body, "lora_path") or self._policy.name, ids, params)
         tokens, logprobs = completion.token_ids_N.tolist(), completion.logprobs_N.tolist()
         kind = _finish(completion)
         finish = {"type": kind, **({"length": len(tokens)} if kind == "length" else {})}
         if (matched := _stopped_at(completion, params)) is not None:
             finish["matched"] = matched
         meta = {
-            "id": str(body.get("rid") or secrets.token_hex(16)),
+            "id": request_id or secrets.token_hex(16),
             "finish_reason": finish,
             "prompt_tokens": len(ids),
             "completion_tokens": len(tokens),
@@ -496,9 +609,9 @@ class Api:
         body = await _body(request)
         _supported(body)
         prompt = body.get("prompt")
-        ids = self._encoded(prompt, "prompt") if isinstance(prompt, str) else self._ids(prompt, "prompt")
+        ids = await self._encoded(prompt, "prompt") if isinstance(prompt, str) else self._ids(prompt, "prompt")
         params = self._params(body, _COMPLETION_NAMES, "")
-        completion = await self._policy.sample(_model(body, "model"), ids, params)
+        completion = await self._policy.sample(_name(body, "model"), ids, params)
         tokens = completion.token_ids_N.tolist()
         choice: dict[str, Any] = {
             "index": 0,
@@ -521,7 +634,7 @@ class Api:
                 "id": f"cmpl-{secrets.token_hex(8)}",
                 "object": "text_completion",
                 "created": int(time.time()),
-                "model": _model(body, "model") or self._policy.adapter or self._policy.name,
+                "model": _name(body, "model") or self._policy.adapter or self._policy.name,
                 "choices": [choice],
                 "usage": _usage(ids, tokens),
             }
@@ -530,15 +643,18 @@ class Api:
     async def _chat_completions(self, request: web.Request) -> web.Response:
         body = await _body(request)
         _supported(body)
-        tools = body.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise Refused(400, 'tools must be a list of objects like {"type": "function", "function": {...}}')
+        tools = body.get("tools")
+        tools = [] if tools is None else tools
+        self._check_size([body.get("messages"), tools], "messages and tools")
+        if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+            raise Refused(400, 'tools must be a list of objects like {"type": "function", "function": {"name": "f"}}')
+        messages = _messages(body.get("messages"))
         try:
-            ids = self._ids(self._chat.prompt(_messages(body.get("messages")), tools), "messages")
+            ids = self._ids(await asyncio.to_thread(self._chat.prompt, messages, tools), "messages")
         except ChatFormatError as error:
             raise Refused(400, f"the messages cannot be rendered: {error}") from error
         params = self._params(body, _CHAT_NAMES, "")
-        completion = await self._policy.sample(_model(body, "model"), ids, params)
+        completion = await self._policy.sample(_name(body, "model"), ids, params)
         tokens = completion.token_ids_N.tolist()
         action = self._chat.parse(tokens, completion.finish_reason, tools)
         calls = [
@@ -557,7 +673,7 @@ class Api:
                 "id": f"chatcmpl-{secrets.token_hex(8)}",
                 "object": "chat.completion",
                 "created": int(time.time()),
-                "model": _model(body, "model") or self._policy.adapter or self._policy.name,
+                "model": _name(body, "model") or self._policy.adapter or self._policy.name,
                 "choices": [{"index": 0, "message": message, "finish_reason": finish}],
                 "usage": _usage(ids, tokens),
             }
@@ -576,49 +692,66 @@ class Api:
 
     # Reading requests.
 
-    def _encoded(self, text: Any, where: str) -> list[int]:
+    async def _encoded(self, text: Any, where: str) -> list[int]:
         if not isinstance(text, str):
             raise Refused(400, f"{where} must be one text or one list of token ids, found {_shown(text)}")
-        return self._ids(self._chat.encode(text), where)
+        self._check_size(text, where)
+        return self._ids(await asyncio.to_thread(self._chat.encode, text), where)
+
+    def _check_size(self, value: Any, where: str) -> None:
+        """Raises Refused for texts that no context holds."""
+        if not _smaller(value, self._longest_text, where):
+            raise Refused(
+                413,
+                f"{where} must have at most {self._longest_text} characters here, {TEXT_PER_TOKEN} for each token of "
+                "the context: shorten it, or start the server with a larger sampling.max_context",
+            )
 
     def _ids(self, ids: Any, where: str) -> list[int]:
-        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise Refused(400, f"{where} must be one flat list of at least one token id, found {_shown(ids)}")
-        if len(ids) >= self._policy.engine.max_context:
+        context = self._policy.engine.max_context
+        if isinstance(ids, list) and len(ids) >= context:
             raise Refused(
                 400,
-                f"{where} has {len(ids)} tokens, the context holds {self._policy.engine.max_context} with at least one "
-                "to sample: shorten it, or start the server with a larger sampling.max_context",
+                f"{where} has {len(ids)} tokens, the context holds {context} with at least one to sample: shorten it, "
+                "or start the server with a larger sampling.max_context",
             )
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            raise Refused(400, f"{where} must be one flat list of at least one token id, found {_shown(ids)}")
         wrong = next((token for token in ids if not 0 <= token < self._policy.vocab_size), None)
         if wrong is not None:
-            raise Refused(400, f"{where} must hold ids from 0 to {self._policy.vocab_size - 1}, found {wrong}")
+            raise Refused(400, f"{where} must hold ids from 0 to {self._policy.vocab_size - 1}, found {_shown(wrong)}")
         return ids
 
     def _params(self, fields: Mapping[str, Any], names: _Names, where: str) -> SamplingParams:
         _supported(fields)
         max_tokens = next((fields[n] for n in names.max_tokens if fields.get(n) is not None), names.default_tokens)
         seed = fields.get(names.seed)
-        stop = fields.get("stop") or []
-        stop_ids = fields.get("stop_token_ids") or []
+        stop = fields.get("stop")
+        strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+        if not isinstance(strings, tuple | list):
+            raise Refused(400, f"{where}stop must be a text or a list of texts, found {_shown(stop)}")
+        if len(strings) > MOST_STOPS:
+            raise Refused(400, f"{where}stop must hold at most {MOST_STOPS} texts, found {len(strings)}")
+        own = () if fields.get("ignore_eos") else self._chat.stop_token_ids
+        stop_ids = fields.get("stop_token_ids")
+        stop_ids = [] if stop_ids is None else stop_ids
         if not isinstance(stop_ids, list):
             raise Refused(400, f"{where}stop_token_ids must be a list, found {_shown(stop_ids)}")
-        ids = [_integer(token, where + "stop_token_ids") for token in stop_ids]
-        if not fields.get("ignore_eos"):
-            ids += self._chat.stop_token_ids
-        strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
-        if strings is None or not all(isinstance(text, str) for text in strings):
-            raise Refused(400, f"{where}stop must be a text or a list of texts, found {_shown(stop)}")
+        if len(stop_ids) > MOST_STOP_IDS - len(own):
+            most = f"at most {MOST_STOP_IDS - len(own)} ids beside the model's own"
+            raise Refused(400, f"{where}stop_token_ids must hold {most}, found {len(stop_ids)}")
+        ids = [*(_integer(token, where + "stop_token_ids") for token in stop_ids), *own]
+        top_k = fields.get("top_k")
         try:
             params = SamplingParams(
                 temperature=_real(fields, "temperature", 1.0, where),
                 max_tokens=_integer(max_tokens, where + names.max_tokens[0]),
                 stop_token_ids=tuple(dict.fromkeys(ids)),
                 seed=secrets.randbits(63) if seed is None else _integer(seed, where + names.seed),
-                top_k=max(0, _integer(fields.get("top_k") or 0, where + "top_k")),
+                top_k=0 if top_k is None else max(0, _integer(top_k, where + "top_k")),
                 top_p=_real(fields, "top_p", 1.0, where),
                 min_p=_real(fields, "min_p", 0.0, where),
-                stop=strings,
+                stop=tuple(strings),
             )
         except ValueError as error:
             raise Refused(400, f"{where}{error}") from error
@@ -626,7 +759,7 @@ class Api:
             raise Refused(
                 400,
                 f"{where}top_k must be at most {self._policy.max_kept} here, the most tokens that any truncated draw "
-                f"chooses from; found {params.top_k}: start the server with a larger sampling.max_kept",
+                f"chooses from; found {_shown(params.top_k)}: start the server with a larger sampling.max_kept",
             )
         return params
 
@@ -634,6 +767,8 @@ class Api:
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = json.loads(await request.text())
+    except web.RequestPayloadError as error:
+        raise Refused(400, f"the body of {request.path} cannot be read: {' '.join(str(error).split())}") from error
     except (ValueError, RecursionError, LookupError) as error:
         raise Refused(400, f"the body of {request.path} is no JSON: {error}; send an object") from error
     return _table(body, "the body")
@@ -647,18 +782,19 @@ def _table(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _text(body: Mapping[str, Any], name: str) -> str:
+def _text(body: Mapping[str, Any], name: str, where: str = "") -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value:
-        raise Refused(400, f"{name} must be a text, found {_shown(value)}")
+        raise Refused(400, f"{where}{name} must be a text, found {_shown(value)}")
     return value
 
 
-def _model(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name) or ""
-    if not isinstance(value, str):
+def _name(body: Mapping[str, Any], name: str) -> str:
+    """Empty if there is none."""
+    value = body.get(name)
+    if not isinstance(value, str | None):
         raise Refused(400, f"{name} must be a text, found {_shown(value)}")
-    return value
+    return value or ""
 
 
 def _integer(value: Any, where: str) -> int:
@@ -671,9 +807,13 @@ def _real(fields: Mapping[str, Any], name: str, default: float, where: str) -> f
     value = fields.get(name)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value):
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise Refused(400, f"{where}{name} must be a number, found {_shown(value)}")
-    return float(value)
+    return number
 
 
 def _supported(fields: Mapping[str, Any]) -> None:
@@ -691,30 +831,68 @@ def _messages(value: Any) -> list[Message]:
 
 def _message(item: Any, where: str) -> Message:
     fields = _table(item, where)
-    content = fields.get("content") or ""
+    content, role, name = fields.get("content"), fields.get("role"), fields.get("name")
     if isinstance(content, list):
         parts = [_table(part, f"{where}.content") for part in content]
         if any(part.get("type") != "text" for part in parts):
             raise Refused(400, f"{where}.content must be text: this server reads nothing else")
-        content = "".join(str(part.get("text", "")) for part in parts)
-    role, name = fields.get("role"), fields.get("name") or ""
-    if not (isinstance(content, str) and isinstance(role, str) and isinstance(name, str)):
+        content = "".join(_text(part, "text", f"{where}.content.") if part.get("text") else "" for part in parts)
+    if not (isinstance(content, str | None) and isinstance(role, str) and isinstance(name, str | None)):
         raise Refused(400, f"{where} must have a role and a content that are texts, found {_shown(item)}")
-    calls = []
-    for call in fields.get("tool_calls") or []:
-        function = _table(_table(call, f"{where}.tool_calls").get("function"), f"{where}.tool_calls.function")
-        arguments = function.get("arguments") or "{}"
+    calls = fields.get("tool_calls")
+    calls = [] if calls is None else calls
+    if not isinstance(calls, list):
+        raise Refused(400, f"{where}.tool_calls must be a list, found {_shown(calls)}")
+    called = tuple(_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls))
+    return Message(role, content or "", called, name or "")
+
+
+def _call(item: Any, where: str) -> ToolCall:
+    function = _table(_table(item, where).get("function"), f"{where}.function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
         try:
-            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError as error:
-            raise Refused(400, f"{where}.tool_calls: the arguments are no JSON: {error}") from error
-        calls.append(ToolCall(_text(function, "name"), _table(parsed, f"{where}.tool_calls.function.arguments")))
-    return Message(role, content, tuple(calls), name)
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"{where}.function.arguments are no JSON: {error}") from error
+        # It was counted as text; nested it was not.
+        _smaller(arguments, MOST_BYTES, f"{where}.function.arguments")
+    found = None if arguments == "" else arguments
+    return ToolCall(_text(function, "name", f"{where}.function."), _table(found, f"{where}.function.arguments"))
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _smaller(value: Any, most: int, where: str) -> bool:
+    """Whether the texts in a JSON value have at most so many characters, everything else counted as one or as its
+    digits. Raises Refused for one that is nested deeper than `DEEPEST`. Looks no further than it must."""
+    left, seen = most, [(value, 0)]
+    while seen:
+        part, depth = seen.pop()
+        if depth > DEEPEST:
+            raise Refused(400, f"{where} must be nested at most {DEEPEST} deep")
+        left -= len(part) if isinstance(part, str) else part.bit_length() // 3 + 1 if isinstance(part, int) else 1
+        if isinstance(part, dict | list):
+            left -= len(part)
+        if left < 0:
+            return False
+        if isinstance(part, dict):
+            seen += ((inner, depth + 1) for pair in part.items() for inner in pair)
+        elif isinstance(part, list):
+            seen += ((inner, depth + 1) for inner in part)
+    return True
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
 
 
 def _shown(value: Any) -> str:
     """For an error: short, whatever it is."""
-    text = repr(value)
+    text = _BRIEF.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -785,13 +963,38 @@ def serve(
 ) -> None:
     """Load the model, answer until SIGTERM or Ctrl-C. `ready` is told the address once requests are answered.
 
-    Raises what `build_policy` does, or OSError for the port.
+    Raises what `build_policy` does, or AddressError.
     """
+    _try_address(settings)
     policy, chat = build_policy(model, lora, sampling, settings)
     try:
         asyncio.run(_serve(policy, chat, settings, ready))
     finally:
         policy.engine.close()
+
+
+def _try_address(settings: ServeSettings) -> None:
+    """Raises AddressError now, rather than when the model is loaded."""
+    try:
+        found = socket.getaddrinfo(
+            settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+
+
+def _cannot_listen(settings: ServeSettings, error: OSError) -> AddressError:
+    where = f"port {settings.port} of {settings.host or 'this machine'}"
+    if error.errno == errno.EADDRINUSE:
+        return AddressError(
+            f"{where} is taken: end what listens there, or choose another with --port (0 takes any that is free)"
+        )
+    mend = "give --host an address of this machine, and --port one that you may use (from 1024 up, or 0 for any)"
+    return AddressError(f"{where} cannot be listened at ({error.strerror or error}): {mend}")
 
 
 async def _serve(policy: ServedPolicy, chat: ChatFormat, settings: ServeSettings, ready: Callable[[str], None]) -> None:
@@ -808,7 +1011,10 @@ async def _serve(policy: ServedPolicy, chat: ChatFormat, settings: ServeSettings
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
+        try:
+            await web.TCPSite(runner, settings.host, settings.port).start()
+        except OSError as error:
+            raise _cannot_listen(settings, error) from error
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         ready(f"http://{host}:{runner.addresses[0][1]}")
         await stop.wait()

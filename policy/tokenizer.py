@@ -106,13 +106,17 @@ class Tokenizer:
     def _plain(self, text: str, backend: Any) -> list[int]:
         if _SURROGATE.search(text):
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return list(backend.encode(text, add_special_tokens=False).ids) if text else []
+        if len(text) < _LONG:
+            return list(backend.encode(text, add_special_tokens=False).ids) if text else []
+        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of the ids, control tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
         return str(self.inner.decode([int(token) for token in token_ids], skip_special_tokens=False))
 
 
+_LONG = 1 << 14
+"""Characters from which on a text is encoded as a batch of one, which lets other Python threads run meanwhile."""
 _SPACE = re.compile(r"\s*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -497,8 +497,8 @@ def _kinds(schema: Any) -> tuple[list[str], list[Any]]:
     """Types and enumerated values that a schema allows."""
     if not isinstance(schema, Mapping):
         return [], []
-    kind = schema.get("type", ())
-    kinds = [kind] if isinstance(kind, str) else [k for k in kind if isinstance(k, str)]
+    kind = schema.get("type")
+    kinds = [k for k in (kind if isinstance(kind, list | tuple) else [kind]) if isinstance(k, str)]
     listed = list(schema["enum"]) if isinstance(schema.get("enum"), list | tuple) else []
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)

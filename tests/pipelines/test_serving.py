@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -114,6 +116,10 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         "takes model, lora and sampling here": ["serve", CALCULATOR_TINY, "--set", "learner.steps=3"],
         "at most the model's 64": ["serve", CALCULATOR_TINY, "--set", "sampling.max_context=4096"],
         "is no adapter": ["serve", CALCULATOR_TINY, "--adapter", str(tmp_path)],
+        "a storage address is": ["serve", CALCULATOR_TINY, "--follow", "s3://bucket/run"],
+        "the port must be from 0 (any free one) to 65535, found 65536": ["serve", CALCULATOR_TINY, "--port", "65536"],
+        "port 0 of 192.0.2.1 cannot be listened at": ["serve", CALCULATOR_TINY, "--host", "192.0.2.1", "--port", "0"],
+        "port 8000 of not.a.host.invalid cannot": ["serve", CALCULATOR_TINY, "--host", "not.a.host.invalid"],
     }
     for message, arguments in tries.items():
         assert main(arguments) == 2, message
@@ -121,9 +127,12 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        small = ["--set", "sampling.max_context=32", "--set", "sampling.slots=2"]
-        assert main(["serve", CALCULATOR_TINY, *small, "--port", str(taken.getsockname()[1])]) == 2
-        assert "in use" in capsys.readouterr().err
+        port = str(taken.getsockname()[1])
+        # The model is not even looked for: loading one takes its time.
+        for model in (CALCULATOR_TINY, str(tmp_path / "none")):
+            assert main(["serve", model, "--port", port]) == 2
+            said = capsys.readouterr().err
+            assert f"port {port} of 127.0.0.1 is taken: end what listens there, or choose another with --port" in said
 
 
 def test_a_model_alone_is_served_with_its_adapter(tmp_path: Path) -> None:
@@ -149,3 +158,41 @@ def test_a_model_alone_is_served_with_its_adapter(tmp_path: Path) -> None:
         assert post("/v1/unload_lora_adapter", {"lora_name": "adapter"})[0] == 200
         assert post("/v1/completions", {"prompt": "1+1", "model": CALCULATOR_TINY})[0] == 200
         assert server.stop(30.0) == 0
+
+
+def test_a_storage_that_never_answers_holds_up_neither_requests_nor_the_end(tmp_path: Path) -> None:
+    roots = [tmp_path / "adapters" / "slow", tmp_path / "run"]
+    for folder, name in zip(roots, ("adapter_config.json", "latest.json"), strict=True):
+        folder.mkdir(parents=True)
+        os.mkfifo(folder / name)  # nobody ever writes into it
+    options = ("--port", "0", "--adapters", str(roots[0].parent), "--follow", str(roots[1]))
+    sets = ("sampling.max_context=64", "sampling.slots=2", "lora.rank=4")
+    with (
+        open(tmp_path / "log", "w+") as log,
+        serving(CALCULATOR_TINY, *options, sets=sets, stderr=log) as server,
+    ):
+
+        def post(path: str, body: object) -> int:
+            request = urllib.request.Request(f"{server.address}{path}", json.dumps(body).encode())
+            try:
+                with urllib.request.urlopen(request) as response:
+                    return int(response.status)
+            except urllib.error.HTTPError as error:
+                return error.code
+            except (OSError, http.client.HTTPException):
+                return 0
+
+        load = {"lora_name": "slow", "lora_path": str(roots[0])}
+        loading = [threading.Thread(target=post, args=("/load_lora_adapter", load)) for _ in range(10)]
+        for thread in loading:
+            thread.start()
+        time.sleep(0.2)
+        assert post("/v1/completions", {"prompt": "1+1", "max_tokens": 3}) == 200
+        assert server.stop(30.0) == 0
+        for thread in loading:
+            thread.join(30.0)
+        log.seek(0)
+        said = log.read()
+    # At start JAX says of each accelerator that it is not there.
+    assert "INFO jax" not in said
+    assert "Traceback" not in said, said

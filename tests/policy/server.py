@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -33,11 +34,18 @@ START_S = 240.0
 class Server:
     """The process; `address` once it answers."""
 
-    def __init__(self, model: str, *arguments: str, sets: tuple[str, ...] = SETS, **environment: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        *arguments: str,
+        sets: tuple[str, ...] = SETS,
+        stderr: IO[str] | None = None,
+        **environment: str,
+    ) -> None:
         options = [part for assignment in sets for part in ("--set", assignment)]
         command = [sys.executable, "-m", "pipelines.cli", "serve", model, *options, *arguments]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **environment}
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -66,8 +74,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: str, *arguments: str, sets: tuple[str, ...] = SETS, **environment: str) -> Iterator[Server]:
-    server = Server(model, *arguments, sets=sets, **environment)
+def serving(
+    model: str, *arguments: str, sets: tuple[str, ...] = SETS, stderr: IO[str] | None = None, **environment: str
+) -> Iterator[Server]:
+    server = Server(model, *arguments, sets=sets, stderr=stderr, **environment)
     try:
         yield server
     finally:

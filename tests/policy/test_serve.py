@@ -6,13 +6,16 @@ import dataclasses
 import json
 import os
 import re
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from policy import serve
 from policy.adapters import AdapterStore
-from policy.chat import load_chat
+from policy.chat import TinyChat, load_chat
 from policy.client import SamplingParams
 from policy.files import CALCULATOR_TINY
 from policy.lora import LoraSettings, init_adapter, zero_adapter
@@ -25,7 +28,8 @@ from trajectories.storage import open_storage
 
 CHAT = load_chat(CALCULATOR_TINY)
 Q = [CHAT.ids["<q>"], *CHAT.encode("12+34"), CHAT.ids["</q>"]]
-VLLM, SGLANG, COMPLETIONS = "/inference/v1/generate", "/generate", "/v1/completions"
+VLLM, SGLANG, COMPLETIONS, CHATS = "/inference/v1/generate", "/generate", "/v1/completions", "/v1/chat/completions"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 SAMPLING = SamplingSettings(slots=4, small_batch=0, max_context=64, max_kept=8)
@@ -40,7 +44,7 @@ def built():
 
 
 @contextlib.asynccontextmanager
-async def client(built, **changes):
+async def client(built, chat=CHAT, **changes):
     """A client of a fresh server over the module's engine, with the base in force."""
     engine, config = built
     engine.swap(zero_adapter(config, LORA), BASE)
@@ -48,7 +52,7 @@ async def client(built, **changes):
         await asyncio.sleep(0.01)
     settings = dataclasses.replace(ServeSettings(drain_s=2.0), **changes)
     policy = ServedPolicy(CALCULATOR_TINY, engine, config, LORA, SAMPLING, settings)
-    app = Api(policy, CHAT, settings).application()
+    app = Api(policy, chat, settings).application()
     async with TestClient(TestServer(app, handler_cancellation=True)) as found:
         yield found, policy
 
@@ -67,6 +71,19 @@ async def greedy(found, model=""):
 
 def run(work):
     return asyncio.run(asyncio.wait_for(work, 240))
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def called(arguments, **fields):
+    """A conversation with one call of a tool."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}], **fields}
 
 
 @pytest.mark.parametrize(
@@ -97,14 +114,37 @@ def run(work):
         (VLLM, {"token_ids": [1], "sampling_params": {"top_k": 9}}, 400, "top_k must be at most 8 here"),
         (VLLM, {"token_ids": [1], "sampling_params": {"top_p": 2}}, 400, "top_p must be above 0 and at most 1"),
         (VLLM, {"token_ids": [1], "sampling_params": {"stop": [""]}}, 400, "stop must hold strings"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"temperature": 2e-38}}, 400, "at least 0.0001, found 2e-38"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"temperature": 10**400}}, 400, "temperature must be a number"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"top_k": 10**400}}, 400, "top_k must be at most 8 here"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"stop": ["\ud800"]}}, 400, "lone surrogates"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"stop": ["a"] * 17}}, 400, "at most 16 texts, found 17"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"stop": ["a" * 257]}}, 400, "at most 256 characters"),
+        (VLLM, {"token_ids": [1], "sampling_params": {"stop": 5}}, 400, "stop must be a text or a list of texts"),
+        (SGLANG, {"input_ids": [1], "sampling_params": {"stop_token_ids": [1] * 255}}, 400, "at most 254 ids beside"),
+        (VLLM, {"token_ids": nested(900)}, 400, "token_ids must be one flat list"),
+        (VLLM, {"token_ids": [1], "request_id": nested(900)}, 400, "request_id must be a text"),
+        (SGLANG, {"text": "1" * 6145}, 413, "text must have at most 6144 characters here, 32 for each token"),
+        (COMPLETIONS, {"prompt": "1" * 6145}, 413, "prompt must have at most 6144 characters"),
         (VLLM, {"token_ids": [1], "stream": True}, 400, "stream = True cannot be done"),
         (VLLM, {"token_ids": [1], "model": "gpt"}, 404, "'gpt' is not served here: name 'calculator-tiny'"),
         (VLLM, {"token_ids": [1], "model": 3}, 400, "model must be a text"),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages must be a list"),
-        ("/v1/chat/completions", {"messages": [{"role": "tool"}, 1]}, 400, r"messages\[1\] must be a JSON object"),
-        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}]}, 400, "cannot be rendered"),
-        ("/v1/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path must be a text"),
-        ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "'a' is not loaded"),
+        (CHATS, {"messages": []}, 400, "messages must be a list"),
+        (CHATS, {"messages": [{"role": "tool"}, 1]}, 400, r"messages\[1\] must be a JSON object"),
+        (CHATS, {"messages": [{"role": "system", "content": "x"}]}, 400, "cannot be rendered"),
+        (CHATS, {"messages": [{"role": "user", "content": "1" * 6145}]}, 413, "at most 6144 characters"),
+        (CHATS, {"messages": [{"role": "user", "content": "1"}] * 6145}, 413, "at most 6144 characters"),
+        (CHATS, {"messages": [{"role": "user", "tool_calls": 5}]}, 400, r"messages\[0\].tool_calls must be a list"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, 400, "text must be a text"),
+        (CHATS, called(nested(900)), 400, "nested at most 64 deep"),
+        (CHATS, called(json.dumps(nested(900))), 400, "nested at most 64 deep"),
+        (CHATS, called('{"x": ' + "[" * 5000), 400, "are no JSON"),
+        (CHATS, called("[]"), 400, "arguments must be a JSON object"),
+        (CHATS, called({}, tools=[{"function": {"name": "f", "parameters": nested(900)}}]), 400, "nested at most 64"),
+        (CHATS, called({}, tools=[{"function": 5}]), 400, "tools must be a list of objects like"),
+        (LOAD, {"lora_name": "a"}, 400, "lora_path must be a text"),
+        (LOAD, {"lora_name": "a" * 257, "lora_path": "/"}, 400, "lora_name must be a name of its own, of at most 256"),
+        (UNLOAD, {"lora_name": "a"}, 404, "'a' is not loaded"),
         ("/nowhere", {}, 404, "there is no /nowhere; there is /generate"),
         ("/health", {}, 405, "Method Not Allowed: POST /health"),
     ],
@@ -145,12 +185,107 @@ def test_a_body_over_the_limit_and_a_wrong_key_are_refused(built):
     assert "larger than 2000 bytes" in answers[2][1]["error"]["message"]
 
 
+async def raw(found, *lines, body=b""):
+    """The status line and the rest of the answer to a request in bytes."""
+    reader, writer = await asyncio.open_connection(found.server.host, found.server.port)
+    writer.write(b"\r\n".join([*lines, b"Host: x", b"Connection: close", b"Content-Length: %d" % len(body), b"", body]))
+    answer = (await reader.read()).decode()
+    writer.close()
+    return answer.partition("\r\n")[::2]
+
+
+def test_bytes_that_no_client_library_sends_are_refused(built):
+    post_it = b"POST /inference/v1/generate HTTP/1.1"
+
+    async def send():
+        async with client(built, api_key="se\udcffsame") as (found, policy):
+            answers = [
+                await raw(found, b"GET /v1/models HTTP/1.1", b"Authorization: Bearer \xff\xfe"),
+                await raw(found, b"GET /v1/models HTTP/1.1", b"Authorization: Bearer se\xffsame"),
+            ]
+            key = b"Authorization: Bearer se\xffsame"
+            zipped = (post_it, key, b"Content-Encoding: gzip")
+            answers += [
+                await raw(found, *zipped, body=b"no gzip"),
+                await raw(found, post_it, key, b"Content-Type: text/plain; charset=hex", body=b"7b7d"),
+                await raw(found, post_it, key, b"Content-Type: text/plain; charset=none-such", body=b"{}"),
+            ]
+            return answers, policy.answered["failed"]
+
+    answers, failed = run(send())
+    assert [line.split()[1] for line, _ in answers] == ["401", "200", "400", "400", "400"], answers
+    assert failed == 0
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_failure(built):
+    async def leave():
+        async with client(built) as (found, policy):
+            for _ in range(5):
+                _, writer = await asyncio.open_connection(found.server.host, found.server.port)
+                writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+                await writer.drain()
+                writer.close()
+            while policy.answered.total() < 5:
+                await asyncio.sleep(0.01)
+            assert (await greedy(found))[0] == 200
+            return policy.answered
+
+    assert run(leave())["failed"] == 0
+
+
+def test_health_tells_when_the_engine_has_ended():
+    sampling = dataclasses.replace(SAMPLING, slots=1)
+    policy, chat = build_policy(ModelSettings(CALCULATOR_TINY), LORA, sampling, ServeSettings())
+
+    async def ask():
+        async with TestClient(TestServer(Api(policy, chat, ServeSettings()).application())) as found:
+            answers = []
+            for _ in range(2):
+                async with found.get("/health") as response:
+                    answers.append((response.status, await response.json()))
+                await asyncio.to_thread(policy.engine.close)
+            return answers, await greedy(found)
+
+    (alive, dead), refused = run(ask())
+    assert alive == (200, {"status": "ok"})
+    assert dead == (503, {"status": "stopped", "reason": "the engine was closed"})
+    assert refused == (503, "the engine was closed")
+
+
+class SlowChat(TinyChat):
+    """Its text takes as long as the test wants."""
+
+    known = threading.Event()
+
+    def encode(self, text):
+        assert self.known.wait(60)
+        return super().encode(text)
+
+
+def test_others_are_answered_while_a_text_is_read(built):
+    async def both():
+        async with client(built, chat=SlowChat(CHAT.tokens)) as (found, _):
+            waiting = [
+                asyncio.create_task(post(found, path, {"max_tokens": 2, **body}))
+                for path, body in (
+                    (COMPLETIONS, {"prompt": "1+1"}),
+                    (CHATS, {"messages": [{"role": "user", "content": "1+1"}]}),
+                )
+            ]
+            await asyncio.sleep(0.1)
+            assert (await greedy(found))[0] == 200
+            SlowChat.known.set()
+            return await asyncio.gather(*waiting)
+
+    assert [status for status, _ in run(both())] == [200, 200]
+
+
 def test_people_get_text_and_tool_calls(built):
     async def talk():
         async with client(built) as (found, _):
             question = {"role": "user", "content": [{"type": "text", "text": "12+34"}]}
             body = {"messages": [question], "temperature": 0}
-            chat = (await post(found, "/v1/chat/completions", body))[1]["choices"][0]
+            chat = (await post(found, CHATS, body))[1]["choices"][0]
             wanted = {"prompt": "12", "temperature": 0, "max_tokens": 2, "logprobs": 1}
             return chat, (await post(found, COMPLETIONS, wanted))[1]["choices"][0]
 
@@ -167,7 +302,7 @@ def test_adapters_come_and_go(built, tmp_path):
     urls = [publish(tmp_path, config, Version(step, 1), step) for step in (1, 2)]
 
     async def load(found, name, url):
-        return (await post(found, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": url}))[0]
+        return (await post(found, LOAD, {"lora_name": name, "lora_path": url}))[0]
 
     async def sequence():
         async with client(built, adapter_roots=(str(tmp_path),)) as (found, _):
@@ -208,11 +343,77 @@ def test_an_adapter_waits_for_the_requests_that_name_the_one_before_it(built, tm
                 running = [asyncio.create_task(post(found, VLLM, body)) for _ in range(4)]
                 while not engine.running:
                     await asyncio.sleep(0.001)
-                await post(found, "/v1/load_lora_adapter", {"lora_name": "one", "lora_path": url})
+                await post(found, LOAD, {"lora_name": "one", "lora_path": url})
                 assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
-                await post(found, "/v1/unload_lora_adapter", {"lora_name": "one"})
+                await post(found, UNLOAD, {"lora_name": "one"})
 
     run(overlapping())
+
+
+def test_a_client_that_hangs_up_during_a_load_leaves_what_is_said_and_what_is_in_force_the_same(built, tmp_path):
+    engine, config = built
+    url = publish(tmp_path, config, Version(1, 1), 1)
+    wanted = {"lora_name": "one", "lora_path": url}
+
+    async def hang_up():
+        async with client(built, adapter_roots=(str(tmp_path),), drain_s=60.0) as (found, policy):
+            base = await greedy(found)
+            await post(found, LOAD, wanted)
+            one = await greedy(found)
+            assert one != base
+            for _ in range(20):
+                await post(found, UNLOAD, {"lora_name": "one"})
+                load = asyncio.create_task(post(found, LOAD, wanted))
+                while engine.version == BASE:
+                    await asyncio.sleep(0)
+                load.cancel()
+                await asyncio.gather(load, return_exceptions=True)
+                assert await greedy(found, policy.adapter) == await greedy(found) == one
+            # It leaves while its adapter waits for a request that names the one before it.
+            await post(found, UNLOAD, {"lora_name": "one"})
+            body = {
+                "token_ids": Q,
+                "model": "calculator-tiny",
+                "sampling_params": {"max_tokens": 50, "ignore_eos": True},
+            }
+            running = asyncio.create_task(post(found, VLLM, body))
+            while not engine.running:
+                await asyncio.sleep(0)
+            load = asyncio.create_task(post(found, LOAD, wanted))
+            while not policy.adapters_known:
+                await asyncio.sleep(0)
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+            assert (await running)[0] == 200
+            while policy.adapter != "one":
+                await asyncio.sleep(0.01)
+            assert await greedy(found, "one") == one
+
+    run(hang_up())
+
+
+def test_a_name_keeps_its_meaning_however_many_adapters_come_and_go(built, tmp_path, monkeypatch):
+    _, config = built
+    monkeypatch.setattr(serve, "REMEMBERED_ADAPTERS", 3)
+    urls = [publish(tmp_path, config, Version(step, 1), step) for step in range(1, 7)]
+
+    async def sequence():
+        async with client(built, adapter_roots=(str(tmp_path),)) as (found, policy):
+            found_statuses = [await post(found, LOAD, {"lora_name": "first", "lora_path": urls[0]})]
+            first = await greedy(found)
+            for number, url in enumerate(urls[1:]):
+                await post(found, LOAD, {"lora_name": f"a{number}", "lora_path": url})
+                await post(found, UNLOAD, {"lora_name": f"a{number}"})
+            found_statuses.append(await post(found, LOAD, {"lora_name": "first", "lora_path": urls[0]}))
+            assert await greedy(found, "first") == first
+            for number, url in enumerate(urls[1:]):
+                found_statuses.append(await post(found, LOAD, {"lora_name": f"b{number}", "lora_path": url}))
+            assert policy.adapters_known == 3
+            return found_statuses, await greedy(found, "first")
+
+    statuses, first = run(sequence())
+    assert [status for status, _ in statuses] == [200] * 7
+    assert first[0] == 404
 
 
 def test_adapters_outside_the_allowed_folders_or_of_other_models_are_refused(built, tmp_path):
@@ -225,6 +426,19 @@ def test_adapters_outside_the_allowed_folders_or_of_other_models_are_refused(bui
     broken.mkdir()
     (broken / "adapter_config.json").write_text("{}")
     (broken / "adapter_model.safetensors").write_bytes(b"nothing")
+    circle, deep, cut, endless = (allowed / name for name in ("circle", "deep", "cut", "endless"))
+    for folder in (circle, deep, cut, endless):
+        folder.mkdir()
+    os.symlink("adapter_config.json", circle / "adapter_config.json")
+    (deep / "adapter_config.json").write_text("[" * 100_000)
+    for folder in (deep, cut, endless):
+        (folder / "adapter_model.safetensors").write_bytes(
+            (Path(url) / "adapter_model.safetensors").read_bytes()[: 1000 if folder is cut else None]
+        )
+    whole = (Path(url) / "adapter_config.json").read_text()
+    (cut / "adapter_config.json").write_text(whole)
+    (endless / "adapter_config.json").write_text(whole.replace('"r": 4', '"r": 1e999'))
+    os.symlink(allowed / "loop", allowed / "loop")
 
     async def tries():
         async with client(built, adapter_roots=(str(allowed), "gs://bucket/runs")) as (found, _):
@@ -237,6 +451,13 @@ def test_adapters_outside_the_allowed_folders_or_of_other_models_are_refused(bui
                 too_large,
                 str(broken),
                 str(allowed / "nothing"),
+                str(circle),
+                str(deep),
+                str(cut),
+                str(endless),
+                str(allowed / "loop" / "adapter"),
+                "a\0b",
+                "\ud800",
             ]
             return [
                 await post(found, "/load_lora_adapter", {"lora_name": f"a{number}", "lora_path": tried})
@@ -244,8 +465,10 @@ def test_adapters_outside_the_allowed_folders_or_of_other_models_are_refused(bui
             ]
 
     answers = run(tries())
-    assert [status for status, _ in answers] == [403] * 5 + [400] * 3
+    assert [status for status, _ in answers] == [403] * 5 + [400] * 10, answers
     assert "its rank is 8" in answers[5][1]["error"]["message"]
+    assert "must be a folder or a gs:// address, found 'a\\x00b'" in answers[13][1]["error"]["message"]
+    assert "symbolic links" in answers[8][1]["error"]["message"]
 
 
 def test_the_newest_adapter_of_a_followed_run_is_in_force(built, tmp_path):
@@ -268,6 +491,39 @@ def test_the_newest_adapter_of_a_followed_run_is_in_force(built, tmp_path):
             following.cancel()
             assert base not in seen
             assert seen[0] != seen[1]
+
+    run(follow())
+
+
+def test_nothing_in_a_followed_storage_ends_the_following(built, tmp_path):
+    _, config = built
+    link, attempts = tmp_path / "latest", [tmp_path / "a1", tmp_path / "a2"]
+    os.symlink(attempts[0], link)
+
+    async def follow():
+        async with client(built, follow=str(link), follow_poll_s=0.02) as (found, policy):
+            following = asyncio.create_task(policy.follow())
+            for broken in ("[" * 100_000, "{", json.dumps({"format": 1, "version": "1.1"})):
+                failures = policy.follow_failures
+                attempts[0].mkdir(exist_ok=True)
+                (attempts[0] / "latest.json").write_text(broken)
+                while policy.follow_failures < failures + 2:
+                    await asyncio.sleep(0.01)
+            os.unlink(attempts[0] / "latest.json")
+            seen = []
+            for attempt, folder in enumerate(attempts):
+                # A fresh attempt counts its versions from the beginning again.
+                store = AdapterStore(open_storage(str(folder)), config, LORA)
+                store.publish(Version(1, 1), make_adapter(config, attempt), step_ended_at=0.0)
+                os.unlink(link)
+                os.symlink(folder, link)
+                while policy.adapter != "followed-1.1" or (seen and await greedy(found) == seen[0]):
+                    await asyncio.sleep(0.01)
+                seen.append(await greedy(found))
+            async with found.get("/metrics") as response:
+                assert (await response.json())["follow_failures"] == policy.follow_failures
+            assert not following.done()
+            following.cancel()
 
     run(follow())
 

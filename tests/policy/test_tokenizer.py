@@ -2,6 +2,8 @@
 token."""
 
 import json
+import threading
+import time
 
 import gguf
 import pytest
@@ -107,6 +109,27 @@ def test_plain_text_never_makes_a_control_token(tmp_path_factory, pieces):
     shielded = tokenizer.guard(text, "\U000f0000")
     assert control.isdisjoint(tokenizer.encode_frame(shielded, "\U000f0000"))
     assert tokenizer.encode_frame(shielded, "\U000f0000") == tokenizer.encode(text)
+
+
+def test_a_long_text_has_the_ids_of_a_short_one_and_lets_other_threads_run(tmp_path):
+    tokenizer = load_folder_tokenizer(build_folder("qwen2.5", tmp_path / "m"))
+    line = "Ein Satz, der é und 12 enthält.\n"
+    assert tokenizer.encode(line * 1000) == tokenizer.encode(line) * 1000
+    turns, done = [0], threading.Event()
+
+    def count():
+        while not done.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    other = threading.Thread(target=count)
+    other.start()
+    before = turns[0]
+    tokenizer.encode(line * 30_000)
+    during = turns[0] - before
+    done.set()
+    other.join()
+    assert during > 50
 
 
 def test_white_space_around_control_tokens_goes_where_the_model_wants_it(tmp_path):

@@ -212,6 +212,15 @@ def test_whatever_is_written_parsing_never_raises(name, pieces):
         assert (call.arguments is None) == bool(call.error)
 
 
+@pytest.mark.parametrize(
+    "schema", [None, 5, [], {"type": 5}, {"type": [5, "integer"]}, {"enum": 5}, {"anyOf": {}}, {"oneOf": [5, None]}]
+)
+def test_a_schema_that_is_none_types_nothing(schema):
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    text = "<tool_call><function=f><parameter=x>one</parameter></function></tool_call>"
+    assert FORMATS["qwen3-coder"].parse(text, tools) == (ToolCall("f", {"x": "one"}),)
+
+
 @settings(max_examples=40, deadline=None)
 @given(name=st.sampled_from(sorted(FORMATS)), pieces=st.lists(st.sampled_from(MARKS), min_size=1, max_size=4))
 def test_the_time_grows_with_the_text_and_not_faster(name, pieces):
