@@ -528,7 +528,15 @@ def final_norm(config: ModelConfig, params: Params, x: Array) -> Array:
 
 def unembed(config: ModelConfig, params: Params, hidden: Array) -> Array:
     """Float32 logits [..., V] of hidden states [..., D] that passed the final norm."""
-    logits = multiply(params["embed" if config.tie_embeddings else "unembed"], hidden, jnp.float32)
+    return _final_cap(config, multiply(unembedding(config, params), hidden, jnp.float32))
+
+
+def unembedding(config: ModelConfig, params: Params) -> Array:
+    """Its matrix [V, D]."""
+    return params["embed" if config.tie_embeddings else "unembed"]
+
+
+def _final_cap(config: ModelConfig, logits: Array) -> Array:
     cap = config.final_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -650,8 +658,83 @@ def token_logprobs(
     N = len(hidden_ND)
     if N == 0:
         return jnp.zeros((0,), jnp.float32)
-    chunk = min(chunk, N)
-    padding = -N % chunk
+    static = _Head(config, min(chunk, N))
+    padded = _padded(static, hidden_ND, targets_N, count, temperature, kept_NK)
+    return _token_logprobs(static, jnp.asarray(unembedding(config, params)), *padded)[:N]
+
+
+def logprobs_and_slopes(
+    config: ModelConfig,
+    table_VD: Array,
+    hidden_ND: Array,
+    targets_N: Array,
+    count: Array | int,
+    temperature: Array | float,
+    kept_NK: Array | None,
+    *,
+    chunk: int,
+    axis: str,
+) -> tuple[Array, Array]:
+    """`token_logprobs` and the gradient of each by its hidden state, [N] and [N, D], inside a `shard_map`.
+
+    The vocabulary is spread over the mesh axis `axis`: `table_VD` is this device's share of the unembedding, of equal
+    size on all. Rows behind the model's vocabulary, which fill up the last share, are no tokens.
+    """
+    N = len(hidden_ND)
+    static = _Head(config, min(chunk, N), axis)
+    padded = _padded(static, hidden_ND, targets_N, count, temperature, kept_NK)
+    logprobs_N, slopes_ND = _forward(static, table_VD, *padded, differentiate=True)
+    return logprobs_N[:N], slopes_ND[:N]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What is fixed of the computation of log-probs."""
+
+    config: ModelConfig
+    chunk: int
+    axis: str | None = None
+    """Mesh axis over which the vocabulary is spread."""
+
+    def logits(self, table_VD: Array, hidden_ND: Array) -> Array:
+        if self.axis is None:
+            return _final_cap(self.config, multiply(table_VD, hidden_ND, jnp.float32))
+        return _final_cap(self.config, jnp.matmul(hidden_ND, table_VD.T, preferred_element_type=jnp.float32))
+
+    def offset(self, share: int) -> Array | int:
+        """The first id of this device's `share` ids of the vocabulary."""
+        return 0 if self.axis is None else lax.axis_index(self.axis) * share
+
+    def logsumexp(self, x_NV: Array) -> Array:
+        if self.axis is None:
+            return jax.nn.logsumexp(x_NV, -1)
+        most_N = lax.pmax(x_NV.max(-1), self.axis)
+        return most_N + jnp.log(self.sum(jnp.exp(x_NV - most_N[:, None]).sum(-1)))
+
+    def take(self, x_NV: Array, ids_N: Array) -> Array:
+        """x_n[id_n], where `ids_N` count from this device's first id."""
+        found_N = jnp.take_along_axis(x_NV, ids_N[:, None], -1, mode="clip")[:, 0]
+        return found_N if self.axis is None else self.sum(jnp.where(self.mine(ids_N, x_NV.shape[1]), found_N, 0.0))
+
+    def sum(self, x: Array) -> Array:
+        return x if self.axis is None else lax.psum(x, self.axis)
+
+    @staticmethod
+    def mine(ids: Array, share: int) -> Array:
+        return (ids >= 0) & (ids < share)
+
+
+def _padded(
+    static: _Head,
+    hidden_ND: Array,
+    targets_N: Array,
+    count: Array | int,
+    temperature: Array | float,
+    kept_NK: Array | None,
+) -> tuple[Array, ...]:
+    """The arguments of `_forward` behind the table, filled up to whole chunks."""
+    N = len(hidden_ND)
+    padding = -N % static.chunk
     if kept_NK is None:
         kept_NK = jnp.zeros((N, 0), jnp.int32)
     kept = jnp.pad(kept_NK.astype(jnp.int32), ((0, padding), (0, 0)), constant_values=-1)
@@ -660,42 +743,41 @@ def token_logprobs(
     temperature = jnp.asarray(temperature, jnp.float32)
     temperature = jnp.where(temperature > 0, temperature, 1.0)
     count = jnp.clip(jnp.asarray(count, jnp.int32), 0, N)
-    head = {name: jnp.asarray(params[name]) for name in ("embed", "unembed") if name in params}
-    return _token_logprobs((config, chunk), head, hidden, targets, count, temperature, kept)[:N]
-
-
-def _chunk_logits(config: ModelConfig, head: Params, hidden_ND: Array, start: Array, chunk: int) -> Array:
-    return unembed(config, head, lax.dynamic_slice_in_dim(hidden_ND, start, chunk))
+    return hidden, targets, count, temperature, kept
 
 
 def _forward(
-    static: tuple[ModelConfig, int],
-    head: Params,
+    static: _Head,
+    table_VD: Array,
     hidden_ND: Array,
     targets_N: Array,
     count: Array,
     temperature: Array,
     kept_NK: Array,
+    *,
     differentiate: bool,
 ) -> tuple[Array, Array]:
     """(logprobs_N, d logprob_n / d hidden_n as slopes_ND if `differentiate`), both 0 from `count` on."""
-    config, chunk = static
+    chunk, share = static.chunk, len(table_VD)
 
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         logprobs, slopes = carry
         start = i * chunk
-        logits = _chunk_logits(config, head, hidden_ND, start, chunk)
+        offset = static.offset(share)
+        logits = static.logits(table_VD, lax.dynamic_slice_in_dim(hidden_ND, start, chunk))
         scaled = logits / temperature
-        target = lax.dynamic_slice_in_dim(targets_N, start, chunk)
+        target = lax.dynamic_slice_in_dim(targets_N, start, chunk) - offset
+        if static.axis is not None:
+            scaled = jnp.where(offset + jnp.arange(share) < static.config.vocab_size, scaled, MASKED)
         if kept_NK.shape[1]:
-            scaled = _keep(scaled, lax.dynamic_slice_in_dim(kept_NK, start, chunk))
-        normalizer = jax.nn.logsumexp(scaled, -1)
-        chosen = jnp.take_along_axis(scaled, target[:, None], -1, mode="clip")[:, 0]
+            scaled = _keep(scaled, lax.dynamic_slice_in_dim(kept_NK, start, chunk), offset)
+        normalizer = static.logsumexp(scaled)
+        chosen = static.take(scaled, target)
         logprob = jnp.where(chosen > MASKED, chosen - normalizer, jnp.nan)
         live = start + jnp.arange(chunk) < count
         logprobs = lax.dynamic_update_slice_in_dim(logprobs, jnp.where(live, logprob, 0.0), start, 0)
         if differentiate:
-            slope = _slope(config, head, logits, jnp.exp(scaled - normalizer[:, None]), target) / temperature
+            slope = _slope(static, table_VD, logits, jnp.exp(scaled - normalizer[:, None]), target) / temperature
             slope = jnp.where(live[:, None], slope, 0.0).astype(slopes.dtype)
             slopes = lax.dynamic_update_slice_in_dim(slopes, slope, start, 0)
         return logprobs, slopes
@@ -705,51 +787,40 @@ def _forward(
     return result
 
 
-def _keep(scaled_NV: Array, kept_NK: Array) -> Array:
-    """The logits with all but the kept ids masked, in rows that keep any."""
-    rows = jnp.arange(len(scaled_NV))[:, None]
-    index = jnp.where(kept_NK < 0, scaled_NV.shape[1], kept_NK)
+def _keep(scaled_NV: Array, kept_NK: Array, offset: Array | int) -> Array:
+    """The logits, whose first id is `offset`, with all but the kept ids masked, in rows that keep any."""
+    rows, share = jnp.arange(len(scaled_NV))[:, None], scaled_NV.shape[1]
+    index = jnp.where(_Head.mine(kept_NK - offset, share), kept_NK - offset, share)
     allowed = jnp.zeros(scaled_NV.shape, bool).at[rows, index].set(True, mode="drop")
     return jnp.where(allowed | (kept_NK < 0).all(-1, keepdims=True), scaled_NV, MASKED)
 
 
-def _slope(config: ModelConfig, head: Params, logits_NV: Array, probabilities_NV: Array, targets_N: Array) -> Array:
+def _slope(static: _Head, table_VD: Array, logits_NV: Array, probabilities_NV: Array, targets_N: Array) -> Array:
     """d log_softmax(z)[target] / d hidden with z = f(hidden W), as [N, D]: f'[target] W[target] - (softmax(z) f') W,
     where f is the softcap, or nothing."""
-    steepness_N1 = 1.0
-    if config.final_softcap is not None:
-        steepness_NV = 1.0 - (logits_NV / config.final_softcap) ** 2
+    steepness_N1: Any = 1.0
+    if static.config.final_softcap is not None:
+        steepness_NV = 1.0 - (logits_NV / static.config.final_softcap) ** 2
         probabilities_NV = probabilities_NV * steepness_NV
-        steepness_N1 = jnp.take_along_axis(steepness_NV, targets_N[:, None], -1, mode="clip")
-    table_VD = head["embed" if config.tie_embeddings else "unembed"]
-    return table_VD[targets_N] * steepness_N1 - probabilities_NV.astype(table_VD.dtype) @ table_VD
+        steepness_N1 = static.take(steepness_NV, targets_N)[:, None]
+    if static.axis is None:
+        return table_VD[targets_N] * steepness_N1 - probabilities_NV.astype(table_VD.dtype) @ table_VD
+    # Each share sums over its own tokens; the sum over the shares is taken of both parts at once, in float32.
+    hit_N1 = static.mine(targets_N, len(table_VD))[:, None]
+    target_ND = jnp.where(hit_N1, table_VD[jnp.clip(targets_N, 0, len(table_VD) - 1)], 0).astype(jnp.float32)
+    mean_ND = jnp.matmul(probabilities_NV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32)
+    return static.sum(target_ND * steepness_N1 - mean_ND)
 
 
-def _logprobs(
-    static: tuple[ModelConfig, int],
-    head: Params,
-    hidden_ND: Array,
-    targets_N: Array,
-    count: Array,
-    temperature: Array,
-    kept_NK: Array,
-) -> Array:
-    return _forward(static, head, hidden_ND, targets_N, count, temperature, kept_NK, False)[0]
+def _logprobs(static: _Head, *arguments: Array) -> Array:
+    return _forward(static, *arguments, differentiate=False)[0]
 
 
-def _logprobs_fwd(
-    static: tuple[ModelConfig, int],
-    head: Params,
-    hidden_ND: Array,
-    targets_N: Array,
-    count: Array,
-    temperature: Array,
-    kept_NK: Array,
-) -> tuple[Array, Array]:
-    return _forward(static, head, hidden_ND, targets_N, count, temperature, kept_NK, True)
+def _logprobs_fwd(static: _Head, *arguments: Array) -> tuple[Array, Array]:
+    return _forward(static, *arguments, differentiate=True)
 
 
-def _logprobs_bwd(static: tuple[ModelConfig, int], slopes_ND: Array, gradient_N: Array) -> tuple[Any, ...]:
+def _logprobs_bwd(static: _Head, slopes_ND: Array, gradient_N: Array) -> tuple[Any, ...]:
     """A token's log-prob depends on its own hidden state alone, so the backward pass is one product.
 
     The slopes are made in the forward pass, while the probabilities are at hand: computing the logits again would cost
