@@ -11,8 +11,10 @@ import importlib
 import inspect
 import math
 import pkgutil
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from policy.chat import Action, Message, ToolCall
@@ -131,7 +133,10 @@ class EnvironmentSettings:
 
 
 def load_environment(settings: EnvironmentSettings, seed: int) -> EnvironmentSpec:
-    """The environment that the run file names. Raises ValueError with what was found instead and near names."""
+    """The environment that the run file names.
+
+    Raises ValueError with what was found instead and near names, or with what the code that was named has raised.
+    """
     where = f"environment.name {settings.name!r}"
     module_name, _, attribute = settings.name.partition(":")
     try:
@@ -143,6 +148,8 @@ def load_environment(settings: EnvironmentSettings, seed: int) -> EnvironmentSpe
             f"{where}: there is no module {error.name}{_near(module_name, _module_names(module_name))}; "
             "is its folder on the path (code.path)?"
         ) from error
+    except Exception as error:
+        raise ValueError(f"{where}: importing {module_name} failed: {_raised(error)}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -157,10 +164,20 @@ def load_environment(settings: EnvironmentSettings, seed: int) -> EnvironmentSpe
         signature.bind(**options)
     except TypeError as error:
         raise ValueError(f"{where}: {error}; environment.options may hold {', '.join(signature.parameters)}") from error
-    spec = found(**options)
+    try:
+        spec = found(**options)
+    except Exception as error:
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(f"{where}: {attribute}({shown}) failed: {_raised(error)}") from error
     if not isinstance(spec, EnvironmentSpec):
         raise ValueError(f"{where}: it must return an object with `make` and `tasks`, found a {type(spec).__name__}")
     return spec
+
+
+def _raised(error: Exception) -> str:
+    """What code that is not ours has raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def _near(name: str, names: Sequence[str]) -> str:

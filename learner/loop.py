@@ -41,7 +41,7 @@ from learner.metrics import (
 )
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.subscriber import PAYLOAD_BYTES, Arrival, Outbox, PublishFailed
-from learner.summary import Facts, advice, missing, sizing, summarise
+from learner.summary import Facts, advice, books, evaluation_progress, missing, sizing, summarise
 from trajectories.schema import DeadLetter, Episode, Heartbeat, Outcome, Pack, Task, Verdict, Version
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,7 @@ class Loop:
         self._phase = Phase.PREPARING
         self.ending: Ending | None = None
         self.error: BaseException | None = None
+        self._why = ""
 
         self._step = parts.trainer.step_number
         self._state = parts.trainer.state()
@@ -187,10 +188,12 @@ class Loop:
         p = self._p
         p.publisher.offer(self._version, p.trainer.adapter, time.time())
         if self._step:
-            p.say(f"going on from step {self._step} as incarnation {p.incarnation}; books: {self._ledger.counts()}")
+            groups = books(self._ledger.counts())
+            p.say(f"going on from step {self._step} as incarnation {p.incarnation}; groups: {groups}")
         if p.evaluation.before and p.evaluation.questions and self._tally.before is None:
-            self._evaluation = self._evaluate("before", 0)
-        p.say(sizing(self._settings))
+            self._evaluation = self._evaluate("before training", 0)
+        if self._settings.steps:
+            p.say(sizing(self._settings))
 
     def _turn(self) -> None:
         for event in self._events():
@@ -297,11 +300,11 @@ class Loop:
             return Ending.SOLVED
         return None
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: Ending, why: str = "") -> None:
         """Stop training, or at once whatever goes on. The first reason stands, but for a natural one."""
         if self.ending is not None and (ending.natural or not self.ending.natural):
             return
-        self.ending = ending
+        self.ending, self._why = ending, why
         if ending.natural:
             self._p.device.drain()
             self._phase = Phase.DRAINING
@@ -322,7 +325,7 @@ class Loop:
         if self.ending.natural and self._p.evaluation.after and self._p.evaluation.questions:
             self._phase = Phase.EVALUATING
             self._save_if_dirty()
-            self._evaluation = self._evaluate("after", 1)
+            self._evaluation = self._evaluate("after training", 1)
         else:
             self._phase = Phase.SAVING
             self._deadline = min(self._deadline, self._now + self._settings.stop_within_s)
@@ -341,8 +344,8 @@ class Loop:
             )
         ):
             return
-        self._p.say(f"no progress for {idle:.0f} s: {self._missing()}")
-        self._end(Ending.NO_PROGRESS)
+        self._end(Ending.NO_PROGRESS, f"no progress for {idle:.0f} s: {self._missing()}")
+        self._p.say(self._why)
 
     def _missing(self) -> str:
         if self._evaluation is not None:
@@ -398,17 +401,17 @@ class Loop:
             case bg.TakenOver(error=error):
                 self._p.say(f"stopping: {error}")
                 self._saving = False
-                self._end(Ending.TAKEN_OVER)
+                self._end(Ending.TAKEN_OVER, str(error))
             case bg.Crashed(error=error):
                 self.error = error
-                self._end(Ending.CRASHED)
+                self._end(Ending.CRASHED, f"{type(error).__name__}: {error}")
             case PublishFailed(content=Task(), error=error):
                 self.error = error
-                self._end(Ending.CRASHED)
+                self._end(Ending.CRASHED, f"{type(error).__name__}: {error}")
             case PublishFailed(content=content, error=error):
                 logger.warning("a dead letter could not be published: %s (%s)", content, error)
             case Interrupt():
-                self._p.say("stopping: what has trained is saved, `--resume` goes on from there")
+                self._p.say("stopping: saving what has trained")
                 self._end(Ending.INTERRUPTED)
             case _:
                 raise TypeError(f"unknown event {event!r}")
@@ -617,8 +620,9 @@ class Loop:
     def _evaluate(self, label: str, phase: int) -> Evaluation:
         p = self._p
         payloads = p.tasks.eval_tasks(p.evaluation.questions)
+        when = f" {label}" if self._settings.steps else ""
         p.say(
-            f"evaluation {label}: {len(payloads)} held-out questions sampled and {p.evaluation.greedy} greedy, "
+            f"evaluation{when}: {len(payloads)} held-out questions sampled and {p.evaluation.greedy} greedy, "
             f"with version {self._version}"
         )
         first_id = (p.incarnation * 2 + phase) * EVAL_IDS
@@ -630,10 +634,11 @@ class Loop:
             return
         for task in evaluation.tasks(self._now):
             self._p.outbox.task(task)
-        if self._now - self._line_at > PROGRESS_LINE_S:
-            self._line_at = self._now
-            self._p.say(f"evaluation: {evaluation.answered}/{evaluation.asked} answered")
         if not evaluation.done:
+            if self._now - self._line_at > PROGRESS_LINE_S:
+                self._line_at = self._now
+                beats = [worker.newest for worker in self._feeder.roster.workers.values()]
+                self._p.say(evaluation_progress(evaluation.answered, evaluation.asked, beats))
             return
         report = evaluation.report(self._now)
         self._p.say(f"held-out success: sampled {report.sampled}; greedy {report.greedy}; {report.seconds:.0f} s")
@@ -666,6 +671,7 @@ class Loop:
             learner_busy=self._stalls.busy_fraction,
             compiles_after_warmup=compiles,
             after=self._after,
+            why=self._why,
             lag=self._lag,
             workers=len(self._feeder.roster.workers),
         )

@@ -34,6 +34,15 @@ class Stall(StrEnum):
     """The host assembles the step or hands it over."""
 
 
+WAITED_FOR = {
+    Stall.NO_WORKERS: "for workers",
+    Stall.NO_ROWS: "for rows",
+    Stall.STRAGGLER: "for a slow group",
+    Stall.HOST: "for the host",
+}
+"""For people."""
+
+
 class StallClock:
     """Splits the time since `start` into busy time and stalls. Times by one monotonic clock, in seconds."""
 
@@ -284,19 +293,32 @@ def sample_line(step: int, phase: str, episode: Episode) -> dict[str, Any]:
 
 
 def step_line(record: Mapping[str, Any], steps: int) -> str:
-    """One readable line for one step."""
-    stalls: Mapping[str, float] = record["stall_s"]
-    stall = "none"
-    if stalls:
-        cause = max(stalls, key=lambda name: stalls[name])
-        stall = f"{cause} {stalls[cause]:.1f} s"
-    busy = record["learner_busy"]
-    staleness = f"{record['staleness_mean']:.1f} (max {record['staleness_max']})"
-    return (
-        f"step {record['step']:>4}/{steps}  success {record['success']:.3f}  reward {record['reward']:.3f}  "
-        f"{record['tokens_per_s']:.0f} tokens/s  staleness {staleness}  "
-        f"busy {'-' if busy is None else f'{busy:.2f}'}  stall {stall}  filtered {record['filtered']}"
-    )
+    """One readable line for one step: a line of metrics.jsonl, of a run of `steps` steps."""
+    parts = [
+        f"step {record['step']:>{len(str(steps))}}/{steps}",
+        f"success {record['success']:.3f}",
+        f"reward {record['reward']:.3f}",
+        f"{record['tokens_per_s']:.0f} tokens/s",
+        f"staleness {record['staleness_mean']:.1f} (max {record['staleness_max']})",
+    ]
+    if record["learner_busy"] is not None:
+        parts.append(f"busy {100 * record['learner_busy']:.0f} %")
+    if waited := longest_wait(record["stall_s"]):
+        parts.append(f"waited {waited}")
+    if record["filtered"]:
+        parts.append(f"no gradient {no_gradient(record)}")
+    return "  ".join(parts)
+
+
+def longest_wait(stall_s: Mapping[str, float]) -> str:
+    """What the device waited for longest, and how long; empty if it hardly waited."""
+    cause = max(stall_s, key=lambda name: stall_s[name], default=None)
+    return f"{stall_s[cause]:.1f} s {WAITED_FOR[Stall(cause)]}" if cause and stall_s[cause] >= 0.05 else ""
+
+
+def no_gradient(record: Mapping[str, Any]) -> str:
+    """Of the groups that ended since the step before, those whose members all had the same reward."""
+    return f"{record['filtered']}/{record['filtered'] + len(record['groups'])}"
 
 
 def mean(values: Sequence[float]) -> float:

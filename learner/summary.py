@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from learner.evaluation import EvaluationReport
 from learner.ledger import Ledger
 from learner.metrics import AdapterLag, Tally, percentile
 from learner.settings import LearnerSettings
+from trajectories.schema import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Facts:
     compiles_after_warmup: int | None
     """None before everything was compiled."""
     after: EvaluationReport | None
+    why: str = ""
+    """What was wrong, where something was: for people."""
     lag: AdapterLag = field(default_factory=AdapterLag)
     workers: int = 0
 
@@ -39,6 +43,7 @@ def summarise(facts: Facts, tally: Tally, ledger: Ledger) -> dict[str, Any]:
     return {
         "run_id": facts.run_id,
         "outcome": facts.outcome,
+        "why": facts.why,
         "step": facts.step,
         "version": facts.version,
         "success_before": tally.before.sampled.value if tally.before else None,
@@ -86,6 +91,24 @@ def by_time(arrived: Counter[int], trained: Counter[int]) -> dict[str, dict[str,
     return {
         f"<= {2.0**bucket:g} s": {"arrived": arrived[bucket], "trained": trained[bucket]} for bucket in sorted(arrived)
     }
+
+
+def books(counts: Mapping[str, int]) -> str:
+    """`Ledger.counts` as a sentence."""
+    return (
+        f"{counts['issued']} issued: {counts['trained']} trained, {counts['filtered']} without a gradient, "
+        f"{counts['failed']} failed, {counts['expired']} expired, {counts['outstanding']} still out"
+    )
+
+
+def evaluation_progress(answered: int, asked: int, heartbeats: Sequence[Heartbeat]) -> str:
+    """How far an evaluation is; `heartbeats` are the newest of the workers that live."""
+    if not heartbeats:
+        return f"evaluation: {answered} of {asked} questions answered; no worker has reported yet"
+    if all(beat.version is None for beat in heartbeats):
+        return f"evaluation: {answered} of {asked} questions answered; the workers are loading the model"
+    running = sum(beat.running for beat in heartbeats)
+    return f"evaluation: {answered} of {asked} questions answered; {running} were running at the last report"
 
 
 def sizing(settings: LearnerSettings) -> str:

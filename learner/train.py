@@ -34,7 +34,7 @@ from learner.metrics import Journal, Tally
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.step import OptimizerSettings, Trainer
 from learner.subscriber import Outbox, Subscriber
-from policy.adapters import AdapterStore, Lease, claim_incarnation, load_peft
+from policy.adapters import AdapterStore, BadAdapter, Lease, claim_incarnation, load_peft
 from policy.lora import Adapter, LoraSettings
 from policy.transformer import ModelConfig
 from policy.weights import LoadedModel, ModelSettings, load_model
@@ -116,7 +116,8 @@ def train(
 
     `folder` gets summary.json, metrics.jsonl, samples.jsonl and dead_letters.jsonl. `adapter` (folder or gs://, PEFT
     layout) replaces the fresh adapter of a run without checkpoints. The run ends early when `stop` is set, on SIGINT
-    and on SIGTERM. Raises what made it impossible to begin or to go on: ModelError, BadAdapter, CheckpointError, ...
+    and on SIGTERM. Raises what made it impossible to begin or to go on: ModelError, CheckpointError, ... (ValueError:
+    no restart would mend it).
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with _interrupts(inbox, stop):
@@ -154,7 +155,7 @@ def _train(
         ledger = Ledger.from_bytes(snapshot.ledger, spec.learner.max_attempts)
         tally = Tally.from_json(snapshot.record["tally"])
     elif adapter is not None:
-        trainer.restore(trainer.state()._replace(adapter=_foreign_adapter(adapter, model.config, spec.lora)))
+        trainer.restore(trainer.state()._replace(adapter=starting_adapter(adapter, model.config, spec.lora)))
 
     outbox = Outbox(spec.topics, publisher_client(), inbox.put)
     lease_s = 10 * spec.checkpoints.every_s
@@ -213,8 +214,12 @@ def _train(
     return EXIT_STATUS[ending]
 
 
-def _foreign_adapter(url: str, config: ModelConfig, lora: LoraSettings) -> Adapter:
-    adapter, found = load_peft(open_storage(url), config)
+def starting_adapter(url: str, config: ModelConfig, lora: LoraSettings) -> Adapter:
+    """The adapter that a run begins with; raises ValueError if it cannot be read or is not of the run's shape."""
+    try:
+        adapter, found = load_peft(open_storage(url), config)
+    except BadAdapter as error:
+        raise ValueError(str(error)) from error
     if (found.rank, found.alpha, found.projections) != (lora.rank, lora.alpha, lora.projections):
         raise ValueError(
             f"the adapter in {url} has rank {found.rank}, alpha {found.alpha} on {', '.join(found.projections)}: set "

@@ -1,6 +1,6 @@
 """The run folder: numbered attempts, of which one is the newest.
 
-    DIR/attempts/0001/   run.json, pubsub/, adapters/, checkpoints/, logs/, metrics.jsonl, summary.json, ...
+    DIR/attempts/0001/   run.json, pubsub/, adapters/, checkpoints/, logs/, metrics.jsonl, summary.json, ended.json, ...
     DIR/latest           -> attempts/0001
     DIR/summary.json     -> latest/summary.json (and metrics.jsonl likewise)
 
@@ -10,18 +10,32 @@ Invariant: an attempt is never written by two local stacks at once, and a fresh 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LINKED = ("summary.json", "metrics.jsonl")
+ENDED = "ended.json"
+LOCK = ".supervisor.lock"
 
 
 class AttemptError(RuntimeError):
     """The run folder does not hold what was asked for; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the newest life of an attempt ended: what `ended.json` holds."""
+
+    exit_status: int
+    why: str = ""
+    """What was wrong, for people; empty where nothing was."""
+    log: str = ""
+    """The log that tells more, if one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +53,40 @@ class Attempt:
     def logs(self) -> Path:
         return self.folder / "logs"
 
+    @property
+    def running(self) -> bool:
+        """Whether a local stack runs it now."""
+        try:
+            with (self.folder / LOCK).open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    @property
+    def ended(self) -> Ended | None:
+        """How it ended; None if it has not, or if its supervisor was killed."""
+        try:
+            return Ended(**json.loads((self.folder / ENDED).read_text()))
+        except FileNotFoundError:
+            return None
+
+    def note_start(self) -> None:
+        """What an earlier life left behind about its end is no longer true."""
+        (self.folder / ENDED).unlink(missing_ok=True)
+
+    def note_end(self, ended: Ended) -> None:
+        """Leave `ended.json` behind, for those who look later."""
+        temporary = self.folder / f".{ENDED}"
+        temporary.write_text(json.dumps(asdict(ended)) + "\n")
+        temporary.replace(self.folder / ENDED)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the attempt for this process; raises AttemptError where another one holds it."""
-        with (self.folder / ".supervisor.lock").open("w") as file:
+        with (self.folder / LOCK).open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -75,6 +119,19 @@ def newest_attempt(out: Path) -> Attempt:
     if not attempt.run_file.is_file():
         raise AttemptError(f"{out} holds no attempt to resume: leave out --resume to start one")
     return attempt
+
+
+def find_attempt(folder: Path) -> Attempt:
+    """The attempt that a person means by `folder`: it itself, or the newest of a run folder. Raises AttemptError."""
+    for place in (folder, folder / "latest"):
+        if (place / "run.json").is_file():
+            return Attempt(place.resolve())
+    # A learner without a local stack leaves only its files, wherever --folder said.
+    if any((folder / name).is_file() for name in LINKED):
+        return Attempt(folder.resolve())
+    runs = sorted(str(path.parent) for place in (folder, folder.parent) for path in place.glob("*/latest"))
+    near = f"; there is {', '.join(runs)}" if runs else ""
+    raise AttemptError(f"{folder} is no run folder: it holds no run.json and no latest/run.json{near}")
 
 
 def new_run_id(name: str, attempt: Attempt) -> str:

@@ -1,6 +1,7 @@
 """The `headrace` command.
 
-Exit statuses: 0 done, 1 failed, 2 a run file or argument that cannot be used, 3 no progress, 130 interrupted.
+Exit statuses: 0 done, 1 failed, 2 a run file or argument that cannot be used, 3 no progress, 4 taken over by a newer
+learner, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipelines.attempts import Attempt
     from pipelines.config import Run
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -26,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="headrace",
         description="Reinforcement learning for tool-using LLM agents.",
-        epilog="Docs: docs/ and README.md",
+        epilog="`headrace COMMAND --help` says more of each; README.md and docs/ say the rest.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
@@ -37,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve(commands)
     _add_pubsub(commands)
     _add_launch(commands)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     args = parser.parse_args(argv)
     from pipelines.attempts import AttemptError
     from pipelines.settings import SettingsError
@@ -60,7 +67,9 @@ def _add_stack_arguments(parser: argparse.ArgumentParser, *, resumable: bool = T
             action="store_true",
             help="go on with the newest attempt in the run folder, by the run file that it began with and --set",
         )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all that starts no process, print the resolved run and stop"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object on the last line")
 
 
@@ -70,14 +79,18 @@ def _add_demo(commands: Any) -> None:
         "--tiny", action="store_true", help="a 0.23 M-parameter model: minutes instead of a quarter hour"
     )
     _add_stack_arguments(parser)
-    parser.set_defaults(handler=lambda args: _run_locally(str(TINY_DEMO if args.tiny else DEMO), args))
+    parser.set_defaults(
+        handler=lambda args: _run_locally(
+            str(TINY_DEMO if args.tiny else DEMO), args, ["demo", *(["--tiny"] if args.tiny else [])]
+        )
+    )
 
 
 def _add_run(commands: Any) -> None:
     parser = commands.add_parser("run", help="run a run file on this machine")
     parser.add_argument("file", help="the run file (TOML)")
     _add_stack_arguments(parser)
-    parser.set_defaults(handler=lambda args: _run_locally(args.file, args))
+    parser.set_defaults(handler=lambda args: _run_locally(args.file, args, ["run", args.file]))
 
 
 def _add_eval(commands: Any) -> None:
@@ -86,19 +99,24 @@ def _add_eval(commands: Any) -> None:
     )
     parser.add_argument("file", help="the run file (TOML)")
     parser.add_argument(
-        "--adapter", type=Path, help="a folder with an adapter in PEFT layout (default: the base model)"
+        "--adapter",
+        metavar="FOLDER",
+        help="an adapter in PEFT layout, such as RUN/latest/adapters/<version> (default: the base model)",
     )
     _add_stack_arguments(parser, resumable=False)
     parser.set_defaults(handler=_evaluate)
 
 
 def _add_show(commands: Any) -> None:
-    parser = commands.add_parser("show", help="show a run: summary, steps, sampled dialogues")
+    parser = commands.add_parser("show", help="show a run: how it ended, summary, steps, sampled dialogues")
     parser.add_argument("folder", type=Path, help="the run folder, or one attempt in it")
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="newest steps to print, one line each (default: 20)"
+    )
     parser.add_argument(
         "--dialogues", type=int, default=2, metavar="N", help="dialogues to print of each phase (default: 2)"
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object on one line")
+    parser.add_argument("--json", action="store_true", help="print summary and end as one JSON object on one line")
     parser.set_defaults(handler=_show)
 
 
@@ -144,90 +162,165 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     return [*args.set, *([f"seed={args.seed}"] if args.seed is not None else [])]
 
 
-def _run_locally(file: str, args: argparse.Namespace) -> int:
+def _run_locally(file: str, args: argparse.Namespace, words: Sequence[str]) -> int:
+    """`words` are the command's, without options."""
     from pipelines.attempts import newest_attempt
+    from pipelines.check import check_unused, finished
     from pipelines.config import load_run
+    from pipelines.report import how_it_ended, read_summary
 
-    if args.dry_run:
-        print(load_run(file, _overrides(args)).to_json(), end="")
-        return 0
-    if args.resume:
-        out = args.out or Path("runs") / load_run(file, _overrides(args)).name
-        attempt = newest_attempt(out)
-        with attempt.locked():
-            run = load_run(str(attempt.run_file), _overrides(args))
+    run = load_run(file, _overrides(args))
+    out = args.out or Path("runs") / run.name
+    again = shlex.join([*_invoked(), *words, "--resume", "--out", str(out)])
+    if not args.resume:
+        check_unused(run)
+        if args.dry_run:
+            return _dry_run(run)
+        return _supervise(out, _begin(run, out, file), args, again=again)
+
+    attempt = newest_attempt(out)
+    with attempt.locked():
+        before = load_run(str(attempt.run_file))
+        run = _at_home(load_run(str(attempt.run_file), _overrides(args)), attempt)
+        if args.dry_run:
+            return _dry_run(run)
+        summary = read_summary(attempt.folder)
+        instead = finished(before, run, summary, again)
+        if not instead:
             attempt.run_file.write_text(run.to_json())
-        print(f"going on with {attempt.folder}")
-    else:
-        out, attempt = _begin(load_run(file, _overrides(args)), args.out, file)
-    return _supervise(out, attempt, args)
+    if instead:
+        print(f"{how_it_ended(attempt, summary)}\nThe run is finished and nothing was started: {instead}")
+        print(f"to begin anew, leave out --resume; to look at it: {_shown(out)}")
+        if args.json:
+            print(json.dumps(summary))
+        return 0
+    print(f"going on with {attempt.folder}")
+    return _supervise(out, attempt, args, again=again)
 
 
-def _begin(run: Run, out: Path | None, file: str) -> tuple[Path, Any]:
+def _dry_run(run: Run, adapter: str | None = None) -> int:
+    from pipelines.check import check, check_adapter
+
+    print(check(run), file=sys.stderr)
+    if adapter is not None:
+        check_adapter(run, adapter)
+    print(run.to_json(), end="")
+    return 0
+
+
+def _begin(run: Run, out: Path, file: str) -> Attempt:
     """A fresh attempt with its resolved run file."""
     from pipelines.attempts import new_attempt, new_run_id
 
-    out = out or Path("runs") / run.name
     attempt = new_attempt(out)
+    storage = run.storage or str(attempt.folder)
     resolved = dataclasses.replace(
         run,
         run_id=new_run_id(run.name, attempt),
-        storage=run.storage or str(attempt.folder),
+        storage=storage if storage.startswith("gs://") else str(Path(storage).absolute()),
         code=dataclasses.replace(
             run.code, path=str(Path(file).absolute().parent / run.code.path) if run.code.path else ""
         ),
     )
     attempt.run_file.write_text(resolved.to_json())
-    return out, attempt
+    return attempt
 
 
-def _supervise(out: Path, attempt: Any, args: argparse.Namespace, learner_arguments: Sequence[str] = ()) -> int:
+def _at_home(run: Run, attempt: Attempt) -> Run:
+    """The run with its storage where the attempt now lies: run folders may be moved."""
+    own = Path(run.storage).parts[-2:] == attempt.folder.parts[-2:]
+    return dataclasses.replace(run, storage=str(attempt.folder)) if own else run
+
+
+def _supervise(
+    out: Path, attempt: Attempt, args: argparse.Namespace, *, again: str = "", adapter: str | None = None
+) -> int:
+    """Run the attempt here and show what came of it; `again` is the command that would go on with it."""
     from pipelines import report
+    from pipelines.attempts import Ended
     from pipelines.config import load_run
     from pipelines.local import LocalStack
 
     run = load_run(str(attempt.run_file))
     with attempt.locked():
+        attempt.note_start()
         print(f"{run.run_id}: three processes, logs in {attempt.logs}", flush=True)
-        status = LocalStack(attempt, run.topics, learner_arguments=learner_arguments).run()
+        try:
+            stack = LocalStack(attempt, run.topics, learner_arguments=["--adapter", adapter] if adapter else [])
+            ended = stack.run()
+        except Exception as error:
+            attempt.note_end(Ended(1, f"{type(error).__name__}: {error}"))
+            raise
+        attempt.note_end(ended)
     summary = report.read_summary(attempt.folder)
-    if summary is not None:
-        print(report.closing_words(summary, out))
-    if status == 130 and hasattr(args, "resume"):
-        print(f"stopped; `--resume --out {out}` goes on")
+    if summary is None or ended.exit_status == 2:
+        print(f"what is left of it: {_shown(out)}")
+    elif again:
+        print(f"\n{report.how_it_ended(attempt, summary)}\n{report.summary_words(summary)}")
+        print(f"the run lies in    {attempt.folder.resolve()}\nlook at it         {_shown(out)}")
+    else:
+        print(f"\nthe evaluation lies in {attempt.folder.resolve()}")
+        print(
+            report.evaluation_words(summary, f"adapter {adapter}" if adapter else "the base model, without an adapter")
+        )
+    if again and ended.exit_status == 130:
+        print(f"go on with it      {again}")
     if args.json:
         print(json.dumps(summary))
-    return status
+    return ended.exit_status
+
+
+def _invoked() -> list[str]:
+    """How this command was started, for commands that a person can paste."""
+    started = Path(sys.argv[0])
+    if started.name != "headrace":
+        return [sys.executable, "-m", "pipelines.cli"]
+    found = shutil.which("headrace")
+    return ["headrace"] if found and Path(found).resolve() == started.resolve() else [str(started)]
+
+
+def _shown(out: Path) -> str:
+    return shlex.join([*_invoked(), "show", str(out)])
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from pipelines.check import check_adapter
     from pipelines.config import load_run
 
     only = ["learner.steps=0", "evaluation.before=true", "evaluation.after=false"]
     # The resolved file of another run names its storage, lease and checkpoints: no business of an evaluation.
     run = dataclasses.replace(load_run(args.file, [*_overrides(args), *only]), storage="")
     if args.dry_run:
-        print(run.to_json(), end="")
-        return 0
+        return _dry_run(run, args.adapter)
+    if args.adapter is not None:
+        check_adapter(run, args.adapter)
     out = args.out or Path("runs") / f"{run.name}-eval"
-    out, attempt = _begin(run, out, args.file)
-    adapter = ["--adapter", args.adapter] if args.adapter else []
-    return _supervise(out, attempt, args, adapter)
+    return _supervise(out, _begin(run, out, args.file), args, adapter=args.adapter)
 
 
 def _show(args: argparse.Namespace) -> int:
     from pipelines import report
-    from pipelines.attempts import AttemptError
+    from pipelines.attempts import find_attempt
 
-    summary = report.read_summary(args.folder)
-    if summary is None:
-        raise AttemptError(f"{args.folder} holds no summary.json: give a run folder such as runs/<name>")
+    attempt = find_attempt(args.folder)
+    summary, ended = report.read_summary(attempt.folder), attempt.ended
     if args.json:
-        print(json.dumps(summary))
+        end = {"running": attempt.running, "ended": dataclasses.asdict(ended) if ended else None}
+        print(json.dumps((summary or {}) | end))
         return 0
-    print(report.steps_table(args.folder))
-    print(report.dialogues(args.folder, args.dialogues))
-    print(report.closing_words(summary, args.folder))
+    print(report.how_it_ended(attempt, summary))
+    if summary is not None:
+        print(report.summary_words(summary))
+    print(f"the run lies in    {attempt.folder}")
+    for text in (report.steps_table(report.read_steps(attempt.folder), args.steps), report.end_of_log(attempt)):
+        if text:
+            print(f"\n{text}")
+    try:
+        dialogues = report.dialogues(attempt.folder, args.dialogues)
+    except ValueError as error:
+        dialogues = f"the dialogues cannot be decoded here: {error}"
+    if dialogues:
+        print(f"\n{dialogues}")
     return 0
 
 

@@ -94,10 +94,10 @@ class Run:
             )
         if not self.sampling.temperature > 0:
             raise SettingsError("sampling.temperature must be above 0 in training: greedy groups have no variance")
-        if self.learner.max_staleness > 0 and self.loss.ignores_staleness:
+        if self.learner.max_staleness > 0 and not self.loss.importance_weights:
             raise SettingsError(
-                f"learner.max_staleness is {self.learner.max_staleness} and loss.correction is 'none': stale tokens "
-                "would train as if they were fresh. Set a correction such as 'tis', or max_staleness = 0"
+                f"learner.max_staleness is {self.learner.max_staleness} and loss.importance_weights is off: stale "
+                "tokens would train as if they were fresh. Turn the weights on or set max_staleness = 0"
             )
         if self.environment.episode_timeout_s > self.learner.task_deadline_s:
             raise SettingsError(
@@ -166,13 +166,51 @@ def _beside(url: str, path: str) -> Path:
 
 def _parsed(url: str) -> dict[str, Any]:
     folder, _, name = url.rpartition("/")
+    if not url.startswith("gs://") and Path(url).is_dir():
+        raise SettingsError("it is a folder: give the run file in it, such as run.toml, or run.json of an attempt")
     try:
-        text = open_storage(folder or ".").read(name).decode()
+        text = open_storage(folder or ("/" if url.startswith("/") else ".")).read(name).decode()
     except NotFound as error:
-        raise SettingsError("there is no such file") from error
+        raise SettingsError("there is no such file; examples/ in the repository holds some") from error
     except UnicodeDecodeError as error:
-        raise SettingsError(f"it is no text: {error}") from error
+        raise SettingsError(f"it is no text ({error}): a run file is TOML in UTF-8") from error
+    if not name.endswith(".json"):
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise SettingsError(_how_to_mend(str(error), text)) from error
     try:
-        return dict(json.loads(text)) if name.endswith(".json") else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise SettingsError(f"it cannot be parsed: {error}") from error
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"it is no JSON: {error}; write run files in TOML") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"it must hold one JSON object, found a {type(found).__name__}")
+    return found
+
+
+_TOML_MENDS = {
+    "Invalid value": 'texts stand in double quotes ("like this"), booleans are true or false, lists stand in [ ]',
+    "Unterminated string": "close the quotes in the same line",
+    "Expected '='": "a line is key = value; a section is [name] in a line of its own",
+    "Invalid statement": "a line is key = value, a section is [name] in a line of its own, a comment begins with #",
+    "Expected newline": "one key = value in a line; a text with spaces stands in double quotes",
+    "Unclosed array": "close the list with ]",
+    "Expected ']'": "a section is [name] in a line of its own",
+    "Cannot declare": "the section stands in the file twice: put its keys under one of them",
+    "Cannot overwrite": "the key stands in its section twice: remove one",
+    "Illegal character": "close the quotes in the same line, or write \\n for a new line",
+    "Unescaped": "write \\\\ for a backslash, or put the text in single quotes",
+}
+"""How tomllib's errors begin, and what to do."""
+
+
+def _how_to_mend(error: str, text: str) -> str:
+    """tomllib's error with the line it is about and the mend."""
+    mend = next((mend for begins, mend in _TOML_MENDS.items() if error.startswith(begins)), "see https://toml.io")
+    lines = text.splitlines()
+    place = re.search(r"at line (\d+), column (\d+)", error)
+    number = int(place[1]) if place else len(lines)
+    if not 1 <= number <= len(lines):
+        return f"it is no TOML: {error}: {mend}"
+    caret = f"\n    {' ' * (int(place[2]) - 1)}^" if place else ""
+    return f"it is no TOML: {error}: {mend}\n    {lines[number - 1]}{caret}"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from environments.environment import load_environment
+from learner.checkpoints import CheckpointError
 from learner.train import LearnerSpec, train
 from pipelines.config import Run
 from pipelines.settings import SettingsError
@@ -35,7 +36,8 @@ def learner_spec(run: Run) -> LearnerSpec:
 def run_learner(run: Run, folder: Path, *, adapter: str | None = None) -> int:
     """Train a resolved run; summary.json and metrics.jsonl go to `folder`. Returns the exit status.
 
-    What no restart would mend (a model, an adapter, an environment that cannot be used) becomes a SettingsError.
+    What no restart would mend (a model, an adapter, an environment, checkpoints that cannot be used) becomes a
+    SettingsError.
     """
     if not run.run_id:
         raise SettingsError("the learner reads a resolved run: start one with `headrace run` or `headrace launch`")
@@ -44,6 +46,6 @@ def run_learner(run: Run, folder: Path, *, adapter: str | None = None) -> int:
     try:
         tasks = load_environment(run.environment, run.seed).tasks
         return train(learner_spec(run), tasks, folder, adapter=adapter)
-    except ValueError as error:
+    except (ValueError, CheckpointError) as error:
         logging.exception("this run cannot be trained")
         raise SettingsError(str(error)) from error

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines.attempts import Attempt
+from pipelines.attempts import Attempt, Ended
 from pipelines.topics import create_topics
 from trajectories.topics import Topics
 
@@ -38,6 +38,12 @@ EXIT_TAKEN_OVER = 4
 EXIT_INTERRUPTED = 130
 FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS, EXIT_TAKEN_OVER, EXIT_INTERRUPTED)
 """Exit statuses of the learner that starting it again would not change."""
+WHY = {
+    EXIT_NO_PROGRESS: "no sign of progress for learner.no_progress_s",
+    EXIT_TAKEN_OVER: "a newer learner has claimed the run's storage: two runs share it, or one was started twice",
+}
+REFUSAL = "headrace: "
+"""How the command begins to say what it cannot use."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -92,11 +98,19 @@ class Process:
 
     def last_words(self, lines: int = 15) -> str:
         """The end of the log: what a person needs to see when the process has died."""
+        return "\n".join(f"    {line}" for line in self._end_of_log()[-lines:])
+
+    def refusal(self) -> str:
+        """What the command said when it refused to begin: `headrace: ...`, to the end of the log."""
+        lines = self._end_of_log()
+        begins = [number for number, line in enumerate(lines) if line.startswith(REFUSAL)]
+        return "\n".join(lines[begins[-1] :]).removeprefix(REFUSAL) if begins else self.last_words(3)
+
+    def _end_of_log(self) -> list[str]:
         try:
-            text = self.log.read_bytes()[-20_000:].decode(errors="replace")
+            return self.log.read_bytes()[-20_000:].decode(errors="replace").splitlines()
         except FileNotFoundError:
-            return ""
-        return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+            return []
 
 
 class LocalStack:
@@ -146,67 +160,74 @@ class LocalStack:
         )
         self.processes = (self.pubsub, self.rollouts, self.learner)
 
-    def run(self) -> int:
-        """Run until the learner has ended; returns the exit status for the shell."""
+    def run(self) -> Ended:
+        """Run until the learner has ended; returns how, with the exit status for the shell."""
         before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._start()
-            return self._watch()
+            return self._watch() if self._start() else self._cut_short()
         finally:
             self._stop()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start the three; False if that was not possible, or not wanted any more."""
         self.pubsub.start()
-        self._await_server()
-        if self._interrupted:
+        if not self._await_server():
             # There may be no server, and the client would look for it for a minute.
-            return
+            return False
         create_topics(self._topics, f"127.0.0.1:{self._port}")
         self.rollouts.start()
         self.learner.start()
         self._note_processes()
+        return True
 
-    def _watch(self) -> int:
+    def _cut_short(self) -> Ended:
+        if self._interrupted:
+            return Ended(EXIT_INTERRUPTED)
+        return self._failed(self.pubsub, "did not start")
+
+    def _watch(self) -> Ended:
         while True:
             if self._interrupted:
-                return EXIT_INTERRUPTED
+                return Ended(EXIT_INTERRUPTED)
             status = self.learner.status
             if status == EXIT_CONFIGURATION:
-                self._say(f"{self.learner.name} cannot begin ({self.learner.log}):\n{self.learner.last_words(3)}")
+                why = self.learner.refusal()
+                self._say(f"the learner cannot use this run: {why}\n(its log: {self.learner.log})")
+                return Ended(EXIT_CONFIGURATION, why, str(self.learner.log))
             if status in FINAL_EXITS:
-                return int(status or 0)
+                log = str(self.learner.log) if status in WHY else ""
+                return Ended(int(status or 0), WHY.get(status or 0, ""), log)
             for process in self.processes:
-                if (status := process.status) is not None and not self._restart(process, status):
-                    return 1
+                if (status := process.status) is not None and (ended := self._restart(process, status)):
+                    return ended
             time.sleep(0.1)
 
-    def _restart(self, process: Process, status: int) -> bool:
+    def _restart(self, process: Process, status: int) -> Ended | None:
+        """Start it again, or give up."""
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if process.restarts_too_often:
-            self._say(
-                f"{process.name} {how}, {RESTARTS_PER_MINUTE} times within a minute: giving up. Its last words "
-                f"({process.log}):\n{process.last_words()}"
-            )
-            return False
+            return self._failed(process, f"{how}, {RESTARTS_PER_MINUTE} times within a minute")
         self._say(f"{process.name} {how}: starting it again")
         process.start()
         self._note_processes()
-        return True
+        return None
 
-    def _await_server(self, patience_s: float = 30.0) -> None:
+    def _failed(self, process: Process, how: str) -> Ended:
+        self._say(f"{process.name} {how}: giving up. Its last words ({process.log}):\n{process.last_words()}")
+        return Ended(1, f"{process.name} {how}", str(process.log))
+
+    def _await_server(self, patience_s: float = 30.0) -> bool:
+        """Wait until the server listens; False if it does not, or if the run is interrupted."""
         deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline and not self._interrupted:
-            if self.pubsub.status is not None:
-                break
+        while time.monotonic() < deadline and not self._interrupted and self.pubsub.status is None:
             try:
                 socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
-                return
+                return True
             except OSError:
                 time.sleep(0.05)
-        if not self._interrupted:
-            raise RuntimeError(f"the Pub/Sub server did not start:\n{self.pubsub.last_words()}")
+        return False
 
     def _note_processes(self) -> None:
         """Leave the process ids beside the run, for people and for tests that kill them."""

@@ -16,6 +16,9 @@ from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
+SAME_SECTION, OTHER_SECTION = 0.7, 0.85
+"""How alike (difflib's ratio) a key must be to one of its own section, and to one of another, to be suggested."""
+
 
 class SettingsError(ValueError):
     """A run file that cannot be used; the text names the key and the mend."""
@@ -26,12 +29,17 @@ def read(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
     Raises SettingsError for an unknown key, a wrong type, a missing key, or what `cls` itself refuses.
     """
+    return _read(cls, values, where, _paths(cls, where))
+
+
+def _read(cls: type[T], values: Mapping[str, Any], where: str, known: Sequence[str]) -> T:
+    """`read` of one section; `known` are the full keys of the whole."""
     fields = {field.name: field for field in dataclasses.fields(cast(Any, cls)) if field.init}
     hints = typing.get_type_hints(cls)
-    for key in values:
+    for key, value in values.items():
         if key not in fields:
-            raise SettingsError(f"unknown key {_key(where, key)}{_near(key, fields)}")
-    found = {key: _value(value, hints[key], _key(where, key)) for key, value in values.items()}
+            raise SettingsError(f"unknown key {_key(where, key)}{_near(where, key, value, known)}")
+    found = {key: _value(value, hints[key], _key(where, key), known) for key, value in values.items()}
     missing = [
         name
         for name, field in fields.items()
@@ -83,13 +91,13 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _value(value: Any, hint: Any, where: str) -> Any:
+def _value(value: Any, hint: Any, where: str, known: Sequence[str] = ()) -> Any:
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
         if value is None:
             return None
-        return _value(value, inner[0], where)
+        return _value(value, inner[0], where, known)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise SettingsError(f"{where} must be a list, found {value!r}")
@@ -105,7 +113,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise SettingsError(f"{where} must be a table like [{where}], found {value!r}")
-        return read(cast(type[Any], hint), value, where)
+        return _read(cast(type[Any], hint), value, where, known)
     if isinstance(hint, type) and issubclass(hint, Enum):
         choices = [member.value for member in hint]
         if value not in choices:
@@ -134,6 +142,36 @@ def _key(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def _near(key: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; the keys here are {', '.join(sorted(known))}"
+def _paths(cls: type[Any], where: str) -> list[str]:
+    """Every full key of `cls`, sections without a dot behind them included."""
+    hints = typing.get_type_hints(cls)
+    found = []
+    for field in dataclasses.fields(cast(Any, cls)):
+        path = _key(where, field.name)
+        found.append(path)
+        if dataclasses.is_dataclass(hints[field.name]):
+            found += _paths(cast(type[Any], hints[field.name]), path)
+    return found
+
+
+def _near(where: str, key: str, value: Any, known: Sequence[str]) -> str:
+    """What may have been meant: a full key that is close enough, else what there is in the section."""
+    sections = {path.rpartition(".")[0] for path in known}
+    if isinstance(value, Mapping) and not where:
+        here = [path for path in known if path in sections]
+        near = difflib.get_close_matches(key, here, n=1, cutoff=SAME_SECTION)
+        return f"; did you mean {near[0]}?" if near else f"; the sections are {', '.join(here)}"
+    scores = {}
+    for path in known:
+        section, _, name = path.rpartition(".")
+        closeness = difflib.SequenceMatcher(None, key, name).ratio()
+        if path not in sections and closeness >= (SAME_SECTION if section == where else OTHER_SECTION):
+            scores[path] = closeness + (section == where)
+    if scores:
+        best = max(scores.values())
+        return f"; did you mean {' or '.join(path for path, score in scores.items() if score == best)}?"
+    plain = (path for path in known if path.rpartition(".")[0] == where and path not in sections)
+    keys = ", ".join(path.rpartition(".")[2] for path in plain)
+    if where or not sections - {""}:
+        return f"; the keys {f'of [{where}]' if where else 'here'} are {keys}"
+    return f"; at the top stand {keys}, all else in a section"

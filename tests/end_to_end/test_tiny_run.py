@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from pipelines.attempts import Attempt
 from pipelines.cli import TINY_DEMO
 from tests.end_to_end.stack import Stack, audit, gone, headrace, summary
 
@@ -79,6 +81,10 @@ def test_the_tiny_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     assert measured["greedy_before"] >= 0.88
     assert measured["success_before"] == pytest.approx(found["success_after"], abs=0.08)
     assert measured["groups"]["issued"] == 0
+    title, sampled, greedy = stack.output.splitlines()[-3:]
+    assert title == f"held-out success of adapter {adapter}"
+    assert sampled.split()[:2] == ["sampled", f"{measured['success_before']:.3f}"]
+    assert greedy.split()[:2] == ["greedy", f"{measured['greedy_before']:.3f}"]
 
 
 @pytest.mark.timeout(600)
@@ -112,7 +118,10 @@ def test_ctrl_c_stops_everything_and_resume_goes_on(tmp_path: Path) -> None:
     audit(out, interrupted)
     assert interrupted["outcome"] == "interrupted"
     assert interrupted["success_after"] is None
-    with headrace(out, "demo", "--tiny", "--resume") as stack:
+    # What it says in the end is a whole command.
+    words = shlex.split(stack.output.splitlines()[-1].removeprefix("go on with it"))
+    assert words[-2:] == ["--out", str(out)]
+    with headrace(out, *words[words.index("demo") : -2]) as stack:
         found = stack.finish(400)
     audit(out, found)
     assert found["run_id"] == interrupted["run_id"]
@@ -159,7 +168,12 @@ def test_a_run_that_cannot_begin_says_why_where_it_was_started(tmp_path: Path) -
         tmp_path / "run", "demo", "--tiny", "--set", "environment.name=environments.calculator:Calculater"
     ) as stack:
         assert stack.process.wait(120) == 2
-    assert "Calculator" in (tmp_path / "run.output").read_text()
+    assert "the learner cannot use this run: environment.name" in stack.output
+    assert "near it: Calculator" in stack.output
+    ended = Attempt(stack.attempt).ended
+    assert ended is not None
+    assert (ended.exit_status, Path(ended.log).name) == (2, "learner.log")
+    assert ended.why.startswith("environment.name")
 
 
 @pytest.mark.soak

@@ -49,6 +49,17 @@ def test_a_module_that_lacks_a_library_is_told_from_a_missing_module(tmp_path, m
     sys.modules.pop("needs_more", None)
 
 
+def test_what_the_environments_own_code_raises_names_the_setting_and_the_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("x = 1\n\nx.nothing\n")
+    (tmp_path / "broken_call.py").write_text("def Env(path):\n    return open(path)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"environment\.name 'broken_module:Env'.*AttributeError.*_module\.py, line 3"):
+        load("broken_module:Env")
+    with pytest.raises(ValueError, match=r"Env\(path='/no/file'\) failed: FileNotFoundError.*broken_call\.py, line 2"):
+        load("broken_call:Env", path="/no/file")
+    sys.modules.pop("broken_call", None)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("name", "calculator"), ("max_turns", 0), ("step_timeout_s", float("inf")), ("max_concurrency", 0)],

@@ -9,9 +9,19 @@ import pytest
 from learner.acks import Acks
 from learner.evaluation import EvaluationReport, Rate
 from learner.ledger import Ledger
-from learner.metrics import AdapterLag, Journal, Stall, StallClock, Tally, percentile, time_bucket
+from learner.metrics import (
+    WAITED_FOR,
+    AdapterLag,
+    Journal,
+    Stall,
+    StallClock,
+    Tally,
+    percentile,
+    step_line,
+    time_bucket,
+)
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
-from learner.summary import Facts, advice, missing, summarise
+from learner.summary import Facts, advice, books, evaluation_progress, missing, summarise
 from trajectories.schema import Heartbeat, Version
 
 
@@ -114,6 +124,44 @@ def test_what_is_missing_is_named() -> None:
     assert "no heartbeat has ever come" in missing(workers=0, last_heartbeat_s=None, **state)
     assert "42 s ago" in missing(workers=0, last_heartbeat_s=42, **state)
     assert "1 of 3 closings" in missing(workers=2, last_heartbeat_s=1, **state)
+
+
+def test_a_step_s_line_says_what_was_waited_for_and_where_no_gradient_came_from() -> None:
+    record = {
+        "step": 3,
+        "success": 0.5,
+        "reward": 0.625,
+        "tokens_per_s": 740.4,
+        "staleness_mean": 0.75,
+        "staleness_max": 1,
+        "learner_busy": 0.721,
+        "stall_s": {"straggler": 4.25, "host": 0.02},
+        "filtered": 7,
+        "groups": [1, 2, 3, 4],
+    }
+    assert step_line(record, 30) == (
+        "step  3/30  success 0.500  reward 0.625  740 tokens/s  staleness 0.8 (max 1)  busy 72 %  "
+        "waited 4.2 s for a slow group  no gradient 7/11"
+    )
+    quiet = record | {"stall_s": {}, "filtered": 0, "learner_busy": None}
+    assert step_line(quiet, 30).endswith("staleness 0.8 (max 1)")
+    assert set(WAITED_FOR) == set(Stall)
+
+
+def test_the_books_are_a_sentence() -> None:
+    ledger = Ledger()
+    ledger.issue(0)
+    assert books(ledger.counts()) == ("1 issued: 0 trained, 0 without a gradient, 0 failed, 0 expired, 1 still out")
+
+
+def test_an_evaluation_without_answers_says_what_it_waits_for() -> None:
+    loading = Heartbeat("r", "a", 0, 5)
+    ready = Heartbeat("r", "b", 0, 5, version=Version(0, 1), running=12)
+    assert "no worker has reported" in evaluation_progress(0, 64, [])
+    assert "loading the model" in evaluation_progress(0, 64, [loading])
+    assert evaluation_progress(3, 64, [loading, ready]).endswith(
+        "3 of 64 questions answered; 12 were running at the last report"
+    )
 
 
 def test_the_summary_of_a_run_without_a_step_invents_nothing() -> None:

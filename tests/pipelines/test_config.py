@@ -33,7 +33,10 @@ def write_run(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('name = "a"\n[learner]\ngroup_sise = 4', "unknown key learner.group_sise; did you mean group_size"),
+        ('name = "a"\n[learner]\ngroup_sise = 4', "unknown key learner.group_sise; did you mean learner.group_size"),
+        ('name = "a"\nslots = 4', "unknown key slots; did you mean sampling.slots"),
+        ('name = "a"\n[sampling]\nsteps = 4', "unknown key sampling.steps; did you mean learner.steps"),
+        ('name = "a"\nshard = 4', "did you mean rollouts.shards or packing.shards"),
         ('name = "A b"', "lower-case letters"),
         ("[model]", "name must be set"),
         ('name = "a"\n[sampling]\nmax_context = 4000', "add a bucket"),
@@ -41,13 +44,15 @@ def write_run(folder: Path, text: str) -> str:
         ('name = "a"\n[sampling]\ntemperature = 0.0', "above 0"),
         ('name = "a"\n[sampling]\nmin_p = 0.1\nmax_kept = 0', "could not renormalise"),
         ('name = "a"\n[sampling]\ntop_k = 80', "at least sampling.top_k"),
-        ('name = "a"\n[loss]\ncorrection = "none"', "Set a correction such as 'tis', or max_staleness = 0"),
-        ('name = "a"\n[loss]\npolicy_loss = "gspo"', "would count it twice"),
+        ('name = "a"\n[loss]\nimportance_weights = false', "Turn the weights on or set max_staleness = 0"),
         ('name = "a"\n[environment]\nepisode_timeout_s = 5000.0', "issued twice"),
         ('name = "a"\n[learner]\nno_progress_s = 60.0', "one slow group ends the run"),
         ('name = "a"\n[rollouts]\nmin_members = 9\n[learner]\ngroup_size = 8', "else every group fails"),
         ('name = "a"\nstorage = "gs://b/x"', "set cloud.project"),
-        ('name = "a', "cannot be parsed"),
+        ('name = "a', "no TOML: Unterminated string.*close the quotes"),
+        ('name = "a"\n[model]\npath = smollm2', 'line 3, column 8.*double quotes \\("like this"\\)'),
+        ('name = "a"\n[learner]\nsteps: 3', "a line is key = value"),
+        ('name = "a"\n[lora]\nrank = 8\n[lora]\nalpha = 8.0', "the section stands in the file twice"),
     ],
 )
 def test_runs_that_cannot_work_are_refused_with_the_mend(text: str, message: str, tmp_path: Path) -> None:
@@ -72,7 +77,18 @@ def test_the_command_prints_the_resolved_run_or_what_is_wrong(
     assert main(["run", str(tmp_path / "none.toml"), "--dry-run"]) == 2
     assert "there is no such file" in capsys.readouterr().err
     assert main(["demo", "--tiny", "--dry-run", "--set", "learner.stepz=3"]) == 2
-    assert "did you mean steps?" in capsys.readouterr().err
+    assert "did you mean learner.steps?" in capsys.readouterr().err
+
+
+def test_a_syntax_error_shows_its_place(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_run(write_run(tmp_path, 'name = "a"\nseed = zero\n'))
+    assert str(caught.value).splitlines()[1:] == ["    seed = zero", "           ^"]
+
+
+def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="it is a folder"):
+        load_run(str(tmp_path))
 
 
 def test_code_path_is_importable_from_the_run_file_on(tmp_path: Path) -> None:

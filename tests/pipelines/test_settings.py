@@ -41,7 +41,13 @@ def test_settings_survive_writing_and_reading() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"name": "x", "inner": {"sise": 3}}, r"unknown key inner\.sise; did you mean size\?"),
+        ({"name": "x", "inner": {"sise": 3}}, r"unknown key inner\.sise; did you mean inner\.size\?"),
+        ({"name": "x", "size": 3}, r"unknown key size; did you mean inner\.size\?"),
+        ({"name": "x", "inner": {"limit": 3}}, r"unknown key inner\.limit; did you mean limit\?"),
+        ({"name": "x", "iner": {"size": 3}}, r"unknown key iner; did you mean inner\?"),
+        ({"name": "x", "other": {"size": 3}}, r"unknown key other; the sections are inner$"),
+        ({"name": "x", "inner": {"lr": 3}}, r"unknown key inner\.lr; the keys of \[inner\] are size, rate, sizes, opt"),
+        ({"name": "x", "lr": 3}, r"unknown key lr; at the top stand name, colour, limit, all else in a section"),
         ({"name": "x", "colour": "green"}, r"colour must be one of 'red', 'blue'; found 'green'"),
         ({"name": "x", "inner": {"size": "3"}}, r"inner\.size must be a whole number, found '3'"),
         ({"name": "x", "inner": {"size": True}}, r"inner\.size must be a whole number, found True"),
