@@ -10,12 +10,13 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from environments.environment import EnvironmentSettings
+from learner.algorithms import ALGORITHMS, DEFAULT
 from learner.losses import LossSettings
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.step import OptimizerSettings
@@ -40,7 +41,7 @@ class CodeSettings:
     """Section [code]: the user's own environments."""
 
     path: str = ""
-    """A folder that every process puts on its import path."""
+    """A folder, from the run file's own, that every process puts on its import path."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,17 @@ class Run:
     """One run: everything that its processes need to know."""
 
     name: str
-    """Lower-case letters, digits and hyphens; names the run's folder, topics and Dataflow job."""
+    """Up to 40 lower-case letters, digits and hyphens; names the run's folder, topics and Dataflow job."""
     seed: int = 0
     """Of tasks, sampling and the adapter's initial weights."""
     run_id: str = ""
-    """Set when the run starts: unique per attempt."""
+    """Set when the run starts, and unique to the attempt: leave it out."""
     storage: str = ""
-    """Folder or gs:// prefix for adapters and checkpoints. Set when the run starts, unless the run file does."""
+    """Folder (from the current one) or gs:// prefix for adapters and checkpoints. Left out: the attempt's own folder, or
+    `cloud.bucket`/`name`. A fresh attempt on this machine is refused where an earlier one's checkpoints lie."""
+    algorithm: str = DEFAULT
+    """Fills in what [advantages] and [loss] leave out: `dapo`, `grpo`, `dr_grpo`, `rloo`, `reinforce++`,
+    `reinforce++_baseline`, `maxrl`, `gspo`, `gspo_token`, `cispo` or `icepop`; see docs/algorithms.md."""
     model: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -76,6 +81,8 @@ class Run:
                 f"name must be up to 40 lower-case letters, digits and hyphens and begin with a letter, "
                 f"found {self.name!r}"
             )
+        if self.algorithm not in ALGORITHMS:
+            raise SettingsError(f"algorithm must be one of {', '.join(ALGORITHMS)}; found {self.algorithm!r}")
         largest = self.packing.buckets[-1]
         if self.sampling.max_context > largest:
             raise SettingsError(
@@ -94,10 +101,10 @@ class Run:
             )
         if not self.sampling.temperature > 0:
             raise SettingsError("sampling.temperature must be above 0 in training: greedy groups have no variance")
-        if self.learner.max_staleness > 0 and not self.loss.importance_weights:
+        if self.learner.max_staleness > 0 and self.loss.ignores_staleness:
             raise SettingsError(
-                f"learner.max_staleness is {self.learner.max_staleness} and loss.importance_weights is off: stale "
-                "tokens would train as if they were fresh. Turn the weights on or set max_staleness = 0"
+                f"learner.max_staleness is {self.learner.max_staleness} and loss.correction is 'none': stale tokens "
+                "would train as if they were fresh. Set a correction such as 'tis', or max_staleness = 0"
             )
         if self.environment.episode_timeout_s > self.learner.task_deadline_s:
             raise SettingsError(
@@ -149,7 +156,7 @@ def load_run(url: str, overrides: Sequence[str] = ()) -> Run:
     Raises SettingsError with the file, the key and the mend. Puts `code.path` on the import path.
     """
     try:
-        run = settings.read(Run, settings.override(_parsed(url), overrides))
+        run = settings.read(Run, _with_algorithm(_parsed(url), overrides))
     except SettingsError as error:
         raise SettingsError(f"{url}: {error}") from error
     if run.code.path:
@@ -157,6 +164,31 @@ def load_run(url: str, overrides: Sequence[str] = ()) -> Run:
         if folder not in sys.path:
             sys.path.insert(0, folder)
     return run
+
+
+def _with_algorithm(parsed: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The run's values with overrides, and with its algorithm's settings where it says nothing.
+
+    A run that was resolved says everything: its algorithm is only a name.
+    """
+    values = settings.override(parsed, overrides)
+    name = values.get("algorithm", DEFAULT)
+    if parsed.get("run_id") and name != parsed.get("algorithm", DEFAULT):
+        raise SettingsError(
+            "algorithm cannot be set on a run that has started, which names every setting: set the keys of "
+            "[advantages] and [loss] themselves"
+        )
+    preset = ALGORITHMS.get(name) if isinstance(name, str) else None
+    if preset is None:
+        return values
+    sampling = values.get("sampling")
+    max_context = sampling.get("max_context") if isinstance(sampling, Mapping) else None
+    length = {"constant_length": max_context} if isinstance(max_context, int) else {}
+    for section, chosen in (("advantages", preset.advantages), ("loss", {**length, **preset.loss})):
+        given = values.get(section, {})
+        if isinstance(given, Mapping):
+            values[section] = {**chosen, **given}
+    return values
 
 
 def _beside(url: str, path: str) -> Path:

@@ -5,7 +5,7 @@ import pytest
 
 from pipelines import reference
 from pipelines.cli import DEMO, TINY_DEMO, main
-from pipelines.config import load_run
+from pipelines.config import Run, load_run
 from pipelines.learner import learner_spec
 from pipelines.settings import SettingsError
 
@@ -30,6 +30,35 @@ def write_run(folder: Path, text: str) -> str:
     return str(path)
 
 
+def test_an_algorithm_fills_in_what_the_run_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(
+        tmp_path, 'name = "a"\nalgorithm = "dr_grpo"\n[sampling]\nmax_context = 300\n[loss]\nclip_high = 0.3'
+    )
+    run = load_run(file)
+    assert (run.advantages.estimator, run.loss.aggregation, run.loss.constant_length) == ("dr_grpo", "constant", 300)
+    assert (run.loss.clip_low, run.loss.clip_high) == (0.2, 0.3)
+    assert load_run(file, ["loss.constant_length=7"]).loss.constant_length == 7
+    assert main(["run", file, "--dry-run", "--set", "algorithm=gspo"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["algorithm"], shown["loss"]["policy_loss"], shown["loss"]["clip_low"]) == ("gspo", "gspo", 3e-4)
+    assert (shown["advantages"]["estimator"], shown["loss"]["clip_high"]) == ("grpo", 0.3)
+
+
+def test_the_default_algorithm_is_the_sections_own_defaults(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path, 'name = "a"'))
+    assert (run.advantages, run.loss) == (Run("a").advantages, Run("a").loss)
+
+
+def test_a_resolved_run_keeps_its_settings_whatever_its_algorithm_is_called(tmp_path: Path) -> None:
+    resolved = tmp_path / "run.json"
+    run = load_run(str(TINY_DEMO), ["run_id=x-1", "algorithm=rloo", "loss.clip_low=0.1"])
+    resolved.write_text(run.to_json())
+    assert load_run(str(resolved), ["algorithm=rloo"]) == run
+    assert load_run(str(resolved), ["loss.policy_loss=cispo", "loss.correction=none"]).loss.policy_loss == "cispo"
+    with pytest.raises(SettingsError, match=r"set the keys of \[advantages\] and \[loss\] themselves"):
+        load_run(str(resolved), ["algorithm=grpo"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -44,7 +73,9 @@ def write_run(folder: Path, text: str) -> str:
         ('name = "a"\n[sampling]\ntemperature = 0.0', "above 0"),
         ('name = "a"\n[sampling]\nmin_p = 0.1\nmax_kept = 0', "could not renormalise"),
         ('name = "a"\n[sampling]\ntop_k = 80', "at least sampling.top_k"),
-        ('name = "a"\n[loss]\nimportance_weights = false', "Turn the weights on or set max_staleness = 0"),
+        ('name = "a"\n[loss]\ncorrection = "none"', "Set a correction such as 'tis', or max_staleness = 0"),
+        ('name = "a"\n[loss]\npolicy_loss = "gspo"', "would count it twice"),
+        ('name = "a"\nalgorithm = "grpq"', "algorithm must be one of dapo, grpo"),
         ('name = "a"\n[environment]\nepisode_timeout_s = 5000.0', "issued twice"),
         ('name = "a"\n[learner]\nno_progress_s = 60.0', "one slow group ends the run"),
         ('name = "a"\n[rollouts]\nmin_members = 9\n[learner]\ngroup_size = 8', "else every group fails"),
