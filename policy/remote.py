@@ -1,8 +1,8 @@
 """Inference servers behind `SamplingClient`: token ids in, token ids with their log-probabilities out, over HTTP.
 
 Invariants: one version sampled a completion from its first token to its last; its log-probs are those of the
-distribution drawn from, or the request fails with the reason; a server that is away, restarted or wrong fails requests,
-never this process. A request is idempotent by its seed, so it may be sent again.
+distribution drawn from, or the request fails with the reason; a server that is away, restarted or wrong fails requests
+with PolicyError, whatever it answers, never this process. A request is idempotent by its seed, so it may be sent again.
 
 Adapters have names of their own at the servers, `headrace-<run>-<version>`. A request names the one in force when it is
 sent; an old one is unloaded when no request names it any more; a server that does not know a name is told again.
@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
 import random
+import reprlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -46,6 +49,8 @@ RETIRE_S = 10.0
 """How long after its replacement an adapter stays loaded at least: other workers may not have seen the new one."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 CLOSE_S = 10.0
+MOST_BYTES = 256 << 20
+"""Of an answer."""
 PROBE = SamplingParams(temperature=1e6, max_tokens=8)
 """At this temperature logits differ by less than rounding shows."""
 NO_LOGPROB = -9999.0
@@ -66,8 +71,8 @@ class Sampled:
     """`stop` or `length`; anything else is a failure."""
     matched: int | None = None
     """The stop token that ended it, where the server says so."""
-    kept: list[list[int]] | None = None
-    """The ids that each token was drawn from."""
+    kept: Any = None
+    """The ids that each token was drawn from, a list of lists; not looked at yet."""
 
 
 class Wire(Protocol):
@@ -99,12 +104,17 @@ class Wire(Protocol):
         """How to start the server so that it loads adapters."""
         ...
 
+    @property
+    def least_temperature(self) -> float:
+        """Above 0 the server samples at no lower one, and does not say so."""
+        ...
+
     def request(self, ids: Sequence[int], base: str, adapter: str, params: SamplingParams) -> dict[str, Any]:
         """The body; `adapter` is empty for the base model itself."""
         ...
 
     def answer(self, body: Mapping[str, Any]) -> Sampled:
-        """Raises Malformed, LookupError, TypeError or ValueError."""
+        """Raises Malformed, or what Python does for a value of another kind: `NOT_AS_EXPECTED`."""
         ...
 
 
@@ -124,11 +134,12 @@ def _truncation(params: SamplingParams) -> dict[str, Any]:
 class VLLM:
     """vLLM's token-in, token-out endpoint.
 
-    Source: vllm/entrypoints/scale_out/token_in_token_out/protocol.py and serving.py, vllm/v1/sample/sampler.py and
-    docs.vllm.ai (LoRA adapters, sampling mask). Servers of 2026 have it behind `--enable-scale-out` (for a while
-    VLLM_ENABLE_SCALE_OUT_ENDPOINTS=1), earlier ones always. Log-probs are `raw_logprobs`, at temperature 1, unless
-    the server runs with `--logprobs-mode processed_logprobs`. `ignore_eos` leaves `stop_token_ids` in force. The
-    log-probs of later servers carry `token_id`, of earlier ones the text `token_id:N`.
+    Source: vllm/entrypoints/scale_out/token_in_token_out/protocol.py and serving.py, vllm/v1/sample/sampler.py,
+    vllm/sampling_params.py (least temperature) and docs.vllm.ai (LoRA adapters, sampling mask). Servers of 2026 have it
+    behind `--enable-scale-out` (for a while VLLM_ENABLE_SCALE_OUT_ENDPOINTS=1), earlier ones always. Log-probs are
+    `raw_logprobs`, at temperature 1, unless the server runs with `--logprobs-mode processed_logprobs`. `ignore_eos`
+    leaves `stop_token_ids` in force. The log-probs of later servers carry `token_id`, of earlier ones the text
+    `token_id:N`.
     """
 
     generate = "/inference/v1/generate"
@@ -139,6 +150,7 @@ class VLLM:
     adapter_mend = (
         "start vLLM with --enable-lora, --max-lora-rank of at least lora.rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     )
+    least_temperature = 0.01
 
     def request(self, ids: Sequence[int], base: str, adapter: str, params: SamplingParams) -> dict[str, Any]:
         return {
@@ -193,6 +205,7 @@ class SGLang:
         "use an SGLang that knows return_sampling_mask, with --sampling-mask-max-tokens of at least sampling.top_k"
     )
     adapter_mend = "start SGLang with --enable-lora, --max-lora-rank of at least lora.rank and --lora-target-modules"
+    least_temperature = 0.0
 
     def request(self, ids: Sequence[int], base: str, adapter: str, params: SamplingParams) -> dict[str, Any]:
         return {
@@ -243,6 +256,7 @@ class Completions:
     temperature_mend = f"{VLLM.temperature_mend}, or {SGLang.temperature_mend}"
     kept_mend = ""
     adapter_mend = VLLM.adapter_mend
+    least_temperature = VLLM.least_temperature
 
     def request(self, ids: Sequence[int], base: str, adapter: str, params: SamplingParams) -> dict[str, Any]:
         return {
@@ -281,23 +295,29 @@ WIRES: Mapping[Dialect, Wire] = {
 }
 
 
+NOT_AS_EXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading a value raises that is of another kind, or beyond any number."""
+
+
 def _whole(value: Any) -> int:
     if type(value) is not int:
-        raise Malformed(f"a token id must be a whole number, found {value!r}")
+        raise Malformed(f"a token id must be a whole number, found {reprlib.repr(value)}")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise Malformed(f"a log-prob must be a number, found {value!r}")
+        raise Malformed(f"a log-prob must be a number, found {reprlib.repr(value)}")
     return float(value)
 
 
 def _spelled(token: Any) -> int:
     """The id in `token_id:N`."""
-    name, _, digits = str(token).partition(":")
+    name, _, digits = token.partition(":") if isinstance(token, str) else ("", "", "")
     if name != "token_id" or not digits.isdecimal():
-        raise Malformed(f"the server gives tokens as text ({token!r}) and no ids; what was sampled cannot be known")
+        raise Malformed(
+            f"the server gives tokens as text ({reprlib.repr(token)}) and no ids; what was sampled cannot be known"
+        )
     return int(digits)
 
 
@@ -375,7 +395,11 @@ class RemotePolicy:
         self._slots = asyncio.Semaphore(settings.slots)
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gate = threading.Lock()
+        """Whoever holds it leaves work for the HTTP thread, or ends that for good."""
         self._closing = False
+        self._asked: set[concurrent.futures.Future[Any]] = set()
+        """Work that was left and is not done."""
 
         self.max_context, self.slots = settings.max_context, settings.slots
         self.running = 0
@@ -414,10 +438,7 @@ class RemotePolicy:
             raise PolicyError(f"session {session_id}: the prompt must be a flat list of at least one token id")
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise PolicyError(f"session {session_id}: token ids must lie in [0, {self._vocab_size})")
-        if self._closing:
-            raise PolicyError("the policy is closed")
-        work = self._sample(session_id, ids.tolist(), params, version)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(self._leave(self._sample(session_id, ids.tolist(), params, version)))
 
     def close_session(self, session_id: str) -> None:
         """The servers keep their caches by the tokens, not by the session."""
@@ -427,23 +448,41 @@ class RemotePolicy:
 
         Returns when every server that can be reached has loaded it. Raises PolicyError, with the old one in force.
         """
-        if self._closing:
-            raise PolicyError("the policy is closed")
         self._call(self._swap(url, version))
 
     def close(self) -> None:
-        """Every request that is or comes fails with PolicyError."""
-        if self._closing:
-            return
-        self._closing = True
-        self._call(self._shut())
+        """Every request that is or comes fails with PolicyError; within some `CLOSE_S`."""
+        with self._gate:
+            if self._closing:
+                return
+            self._closing = True
+        # Whatever was left before has begun when this begins: the loop takes work in order.
+        shut = asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+        concurrent.futures.wait([shut], CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
+        for future in list(self._asked):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(PolicyError("the policy is closed"))
         if not self._thread.is_alive():
             self._loop.close()
 
+    def _leave(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Have the HTTP thread do it. Raises PolicyError if that has ended."""
+        with self._gate:
+            if self._closing:
+                work.close()
+                raise PolicyError("the policy is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        return future
+
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return self._leave(work).result()
+        except concurrent.futures.CancelledError as error:
+            raise PolicyError("the policy is closed") from error
 
     # On the HTTP thread.
 
@@ -477,6 +516,11 @@ class RemotePolicy:
             raise PolicyError(
                 f"the dialect {self._settings.dialect} does not say which ids a token was drawn from: set "
                 "sampling.top_k, top_p and min_p off, or use the dialect vllm or sglang"
+            )
+        if 0 < params.temperature < self._wire.least_temperature:
+            raise PolicyError(
+                f"with the dialect {self._settings.dialect} the temperature must be 0 or at least "
+                f"{self._wire.least_temperature:g}, found {params.temperature:g}: vLLM would raise it and not say so"
             )
         try:
             self.queued += 1
@@ -566,57 +610,61 @@ class RemotePolicy:
         where = f"{server.address}{self._wire.generate}"
         try:
             sampled = self._wire.answer(json.loads(text))
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except NOT_AS_EXPECTED as error:
             raise PolicyError(
                 f"{where} gave an answer that is not {self._settings.dialect}'s: {type(error).__name__}: {error}; it "
                 f"begins {text[:200]!r}. Is sampling.dialect right for that server?"
             ) from error
         if sampled.finish not in ("stop", "length"):
             # SGLang aborts requests when it is paused or updated, vLLM when it shuts down.
-            raise _Again(f"{where} ended the request with {sampled.finish!r}")
+            raise _Again(f"{where} ended the request with {reprlib.repr(sampled.finish)}")
         return sampled
 
     def _completion(
         self, server: _Server, version: Version, sampled: Sampled, params: SamplingParams, max_tokens: int
     ) -> Completion:
         """The checked completion. Raises PolicyError."""
-        ids, logprobs = np.asarray(sampled.ids, np.int64), np.asarray(sampled.logprobs, np.float32)
+        count = len(sampled.ids)
         faults = []
-        if not 1 <= len(ids) <= max_tokens:
-            faults.append(f"it has {len(ids)} tokens, asked were 1 to {max_tokens}")
-        if len(logprobs) != len(ids):
-            faults.append(f"it has {len(ids)} tokens and {len(logprobs)} log-probs")
-        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if len(wrong):
-            faults.append(f"token id {wrong[0]} is not in the vocabulary of {self._vocab_size}: is it the same model?")
-        if not (np.isfinite(logprobs).all() and (logprobs <= 1e-3).all() and (logprobs > NO_LOGPROB).all()):
-            faults.append(f"its log-probs must be finite and at most 0, found {logprobs.tolist()[:8]}")
-        if sampled.finish == "stop" and sampled.matched is not None and len(ids) and sampled.matched != ids[-1]:
-            faults.append(f"it stopped at token {sampled.matched} and does not end with it")
+        if not 1 <= count <= max_tokens:
+            faults.append(f"it has {count} tokens, asked were 1 to {max_tokens}")
+        if len(sampled.logprobs) != count:
+            faults.append(f"it has {count} tokens and {len(sampled.logprobs)} log-probs")
+        wrong = next((token for token in sampled.ids if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            shown = reprlib.repr(wrong)
+            faults.append(f"token id {shown} is not in the vocabulary of {self._vocab_size}: is it the same model?")
+        if not all(NO_LOGPROB < logprob <= 1e-3 for logprob in sampled.logprobs):
+            faults.append(f"its log-probs must be finite and at most 0, found {sampled.logprobs[:8]}")
+        if sampled.finish == "stop" and sampled.matched is not None and sampled.matched not in sampled.ids[-1:]:
+            faults.append(f"it stopped at token {reprlib.repr(sampled.matched)} and does not end with it")
         kept: tuple[IntArray, ...] = ()
         if params.truncates and not faults:
             kept, faults = self._kept_ids(sampled)
         if faults:
             raise PolicyError(f"{server.address}{self._wire.generate} gave an unusable completion: {'; '.join(faults)}")
         finish = FinishReason.CONTEXT
-        if int(ids[-1]) in params.stop_token_ids or sampled.finish == "stop":
+        if sampled.ids[-1] in params.stop_set or sampled.finish == "stop":
             finish = FinishReason.STOP
-        elif len(ids) == params.max_tokens:
+        elif count == params.max_tokens:
             finish = FinishReason.LENGTH
-        return Completion(ids.astype(np.int32), logprobs, (VersionSpan(0, version),), finish, kept)
+        ids, logprobs = np.array(sampled.ids, np.int32), np.array(sampled.logprobs, np.float32)
+        return Completion(ids, logprobs, (VersionSpan(0, version),), finish, kept)
 
     def _kept_ids(self, sampled: Sampled) -> tuple[tuple[IntArray, ...], list[str]]:
         """The ids that each token was drawn from, and what is wrong with them."""
-        if sampled.kept is None or len(sampled.kept) != len(sampled.ids):
+        if sampled.kept is None or (isinstance(sampled.kept, list) and len(sampled.kept) != len(sampled.ids)):
             return (), [f"it lacks the ids that its tokens were drawn from: {self._wire.kept_mend}"]
-        kept = tuple(np.unique(np.asarray(ids, np.int32)) for ids in sampled.kept)
-        most = max(map(len, kept))
+        if not isinstance(sampled.kept, list) or not all(isinstance(ids, list) for ids in sampled.kept):
+            found = reprlib.repr(sampled.kept)
+            return (), [f"the ids that its tokens were drawn from must be a list for each, found {found}"]
+        most = max(map(len, sampled.kept))
         if most > self._settings.max_kept:
             return (), [f"a token was drawn from {most} ids, sampling.max_kept is {self._settings.max_kept}: set top_k"]
-        for token, ids in zip(sampled.ids, kept, strict=True):
-            if token not in ids or ids[0] < 0 or ids[-1] >= self._vocab_size:
+        for token, ids in zip(sampled.ids, sampled.kept, strict=True):
+            if token not in ids or not all(type(each) is int and 0 <= each < self._vocab_size for each in ids):
                 return (), [f"token {token} was drawn from ids that lack it or lie outside the vocabulary"]
-        return kept, []
+        return tuple(np.unique(np.array(ids, np.int32)) for ids in sampled.kept), []
 
     def _note(self, version: Version, tokens: int) -> None:
         self.tokens_sampled += tokens
@@ -639,17 +687,17 @@ class RemotePolicy:
                     raise PolicyError(f"{server.address}/v1/models lists nothing: set sampling.served_model")
                 server.base = wanted
                 return
-            card = next((card for card in cards if card.get("id") == wanted), None) if wanted else cards[0]
+            card = next((card for card in cards if card["id"] == wanted), None) if wanted else cards[0]
             if card is None:
-                listed = ", ".join(str(card.get("id")) for card in cards)
+                listed = ", ".join(card["id"] for card in cards)
                 raise PolicyError(f"{server.address} serves {listed}; sampling.served_model is {wanted!r}")
             longest = card.get("max_model_len")
-            if isinstance(longest, int) and longest < self.max_context:
+            if isinstance(longest, int | float) and longest < self.max_context:
                 raise PolicyError(
                     f"{server.address} holds {longest} tokens, sampling.max_context is {self.max_context}: lower it, "
                     "or start the server with a longer context"
                 )
-            server.base = str(card.get("id"))
+            server.base = card["id"]
 
     @asynccontextmanager
     async def _asking(self, server: _Server) -> AsyncIterator[None]:
@@ -668,9 +716,12 @@ class RemotePolicy:
         if status != 200:
             raise PolicyError(_refusal(server, "/v1/models", status, text))
         try:
-            return [card for card in json.loads(text)["data"] if isinstance(card, dict)]
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            cards = list(json.loads(text)["data"])
+            if not all(isinstance(card["id"], str) for card in cards):
+                raise Malformed("a model's id must be a text")
+        except NOT_AS_EXPECTED as error:
             raise PolicyError(f"{server.address}/v1/models gave no list of models: {text[:200]!r}") from error
+        return cards
 
     async def _check_temperature(self, server: _Server, model: _Loaded, ids: list[int]) -> None:
         """Raises PolicyError if the server's log-probs are not those at the sampling temperature."""
@@ -685,6 +736,9 @@ class RemotePolicy:
                         f"temperatures 0 and 1 can be used: {_refusal(server, self._wire.generate, status, text)}"
                     )
                 logprobs = np.asarray(self._read(server, text).logprobs)
+                if not np.isfinite(logprobs).all():
+                    where = f"{server.address}{self._wire.generate}"
+                    raise PolicyError(f"{where} gave log-probs that are not finite: {logprobs.tolist()[:8]}")
                 flat = len(logprobs) > 0 and np.abs(logprobs + math.log(self._vocab_size)).max() < 0.5
                 server.at_temperature = bool(flat and np.ptp(logprobs) < 0.01)
             if not server.at_temperature:
@@ -721,7 +775,7 @@ class RemotePolicy:
     async def _load(self, server: _Server, model: _Loaded) -> None:
         """Have the server load the adapter, if it has not. Raises _Again or PolicyError."""
         async with server.loading:
-            if any(card.get("id") == model.name for card in await self._models(server)):
+            if any(card["id"] == model.name for card in await self._models(server)):
                 return
             body = {"lora_name": model.name, "lora_path": model.url}
             status, text = await self._post(server, self._wire.load, body)
@@ -764,8 +818,14 @@ class RemotePolicy:
         where = f"{server.address}{path}"
         try:
             async with self._session.request(method, where, json=body, allow_redirects=False) as response:
-                status, text = response.status, await response.text(errors="replace")
-                after = response.headers.get("Retry-After", "")
+                status, after = response.status, response.headers.get("Retry-After", "")
+                data = bytearray()
+                async for chunk in response.content.iter_any():
+                    data += chunk
+                    if len(data) > MOST_BYTES:
+                        raise PolicyError(f"{where} gave an answer of more than {MOST_BYTES} bytes")
+                # JSON is UTF-8, whatever else the answer says of itself.
+                text = data.decode(errors="replace")
         except aiohttp.ConnectionTimeoutError as error:
             limit = f"sampling.connect_timeout_s ({self._settings.connect_timeout_s:g} s)"
             raise self._away(server, f"{where} was not reached within {limit}") from error
@@ -774,6 +834,8 @@ class RemotePolicy:
                 f"{where} did not answer within sampling.request_timeout_s ({self._settings.request_timeout_s:g} s): "
                 "raise it, lower sampling.max_tokens or sampling.slots, or add servers"
             ) from error
+        except (aiohttp.InvalidURL, UnicodeError) as error:
+            raise PolicyError(f"{where} is no address that can be asked: {error}; see sampling.servers") from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._away(server, f"{where} could not be reached: {type(error).__name__}: {error}") from error
         server.skip_until = 0.0
@@ -805,12 +867,12 @@ def _using(model: _Loaded) -> Iterator[None]:
 
 def _refusal(server: _Server, path: str, status: int, text: str) -> str:
     """What a server said instead of an answer, in one line of bounded length."""
-    said: Any = text
+    said = text
     try:
         body = json.loads(text)
         error = body.get("error", body)
-        said = error.get("message") or body.get("error_message") or text if isinstance(error, dict) else error
-    except (ValueError, AttributeError, RecursionError):
+        said = str(error.get("message") or body.get("error_message") or text if isinstance(error, dict) else error)
+    except NOT_AS_EXPECTED:
         pass
     mend = ": set sampling.api_key_env to the variable that holds the key" if status in (401, 403) else ""
-    return f"{server.address}{path} answered {status}{mend}: {' '.join(str(said).split())[:500]}"
+    return f"{server.address}{path} answered {status}{mend}: {' '.join(said[:5000].split())[:500]}"

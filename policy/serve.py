@@ -983,18 +983,19 @@ def _try_address(settings: ServeSettings) -> None:
             with socket.socket(family, kind, protocol) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise _cannot_listen(settings, error) from error
 
 
-def _cannot_listen(settings: ServeSettings, error: OSError) -> AddressError:
+def _cannot_listen(settings: ServeSettings, error: OSError | UnicodeError) -> AddressError:
     where = f"port {settings.port} of {settings.host or 'this machine'}"
-    if error.errno == errno.EADDRINUSE:
+    what = error.strerror if isinstance(error, OSError) else None
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return AddressError(
             f"{where} is taken: end what listens there, or choose another with --port (0 takes any that is free)"
         )
     mend = "give --host an address of this machine, and --port one that you may use (from 1024 up, or 0 for any)"
-    return AddressError(f"{where} cannot be listened at ({error.strerror or error}): {mend}")
+    return AddressError(f"{where} cannot be listened at ({what or error}): {mend}")
 
 
 async def _serve(policy: ServedPolicy, chat: ChatFormat, settings: ServeSettings, ready: Callable[[str], None]) -> None:

@@ -120,6 +120,7 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         "the port must be from 0 (any free one) to 65535, found 65536": ["serve", CALCULATOR_TINY, "--port", "65536"],
         "port 0 of 192.0.2.1 cannot be listened at": ["serve", CALCULATOR_TINY, "--host", "192.0.2.1", "--port", "0"],
         "port 8000 of not.a.host.invalid cannot": ["serve", CALCULATOR_TINY, "--host", "not.a.host.invalid"],
+        f"port 8000 of {'a' * 70} cannot": ["serve", CALCULATOR_TINY, "--host", "a" * 70],
     }
     for message, arguments in tries.items():
         assert main(arguments) == 2, message

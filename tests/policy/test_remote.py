@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -325,7 +326,8 @@ class Scripted:
     async def _start(self):
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/inference/v1/generate", self._generate)
+        for path in ("/inference/v1/generate", "/generate", "/v1/completions"):
+            app.router.add_post(path, self._generate)
         app.router.add_post("/v1/load_lora_adapter", self._load)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -333,10 +335,11 @@ class Scripted:
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def _models(self, request):
-        return web.json_response({"data": list(self.cards)})
+        return web.json_response({"data": self.cards})
 
     async def _load(self, request):
         self.loads.append(await request.json())
+        await asyncio.sleep(self.delay_s)
         return web.json_response("ok")
 
     async def _generate(self, request):
@@ -345,7 +348,7 @@ class Scripted:
         self.bodies.append(await request.json())
         status, body, *headers = self.answer(self.bodies[-1])
         text = body if isinstance(body, str) else json.dumps(body)
-        return web.Response(status=status, text=text, headers=headers[0] if headers else {})
+        return web.Response(status=status, body=text.encode(), headers=headers[0] if headers else {})
 
     def close(self):
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
@@ -390,6 +393,21 @@ GOOD = vllm([1, 2, 3], [-0.5, -0.25, -1.0])
         (vllm([1], [0.5]), "at most 0"),
         (vllm([1], [-9999.0]), "finite"),
         (vllm([1], [-1.0], "stop", stop_reason=7), "stopped at token 7"),
+        (vllm([10**30], [-1.0]), "token id 10{11}.* is not in the vocabulary"),
+        (vllm([1], [-(10**400)]), "is not vllm's: OverflowError"),
+        (vllm([1], [-1e300]), "finite"),
+        (vllm([1.0], [-1.0]), r"must be a whole number, found 1\.0"),
+        (vllm([1], ["-1"]), "must be a number, found '-1'"),
+        ('{"choices": [{"token_ids": ' + "[" * 900 + "]" * 900 + "}]}", "is not vllm's"),
+        ("[" * 100_000, "is not vllm's: RecursionError"),
+        ("null", "is not vllm's"),
+        ("5", "is not vllm's"),
+        ("", "is not vllm's"),
+        ({"choices": {"0": 1}}, "is not vllm's"),
+        ({"choices": [5]}, "is not vllm's"),
+        ({"choices": [{"token_ids": 5, "logprobs": {"content": []}, "finish_reason": "length"}]}, "is not vllm's"),
+        ({"choices": [{"token_ids": [1], "logprobs": {"content": [5]}, "finish_reason": "length"}]}, "is not vllm's"),
+        ({"choices": [{"token_ids": [1], "logprobs": {"content": [{"token": 5, "logprob": -1}]}}]}, "as text"),
     ],
 )
 def test_unusable_answers_are_refused_and_say_why(body, message, scripted):
@@ -400,6 +418,71 @@ def test_unusable_answers_are_refused_and_say_why(body, message, scripted):
         assert server.address in str(caught.value)
         server.answer = lambda _: (200, GOOD)
         assert ask(policy, max_tokens=3).token_ids_N.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "answer", "message"),
+    [
+        (Dialect.SGLANG, {"meta_info": {"finish_reason": None, "output_token_logprobs": []}}, "is not sglang's"),
+        (Dialect.SGLANG, {"meta_info": {"finish_reason": "stop", "output_token_logprobs": []}}, "is not sglang's"),
+        (
+            Dialect.SGLANG,
+            {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0]]}},
+            "is not sglang's",
+        ),
+        (
+            Dialect.SGLANG,
+            {
+                "meta_info": {
+                    "finish_reason": {"type": "length"},
+                    "output_token_logprobs": [[-1.0, 1, None]],
+                    "output_token_sampling_mask": [[1]],
+                }
+            },
+            "is not sglang's",
+        ),
+        (
+            Dialect.COMPLETIONS,
+            {"choices": [{"logprobs": {"tokens": ["token_id:" + "9" * 5000], "token_logprobs": [-1.0]}}]},
+            "is not completions's",
+        ),
+        (
+            Dialect.COMPLETIONS,
+            {"choices": [{"logprobs": {"tokens": [None], "token_logprobs": [None]}, "finish_reason": "stop"}]},
+            "as text",
+        ),
+    ],
+)
+def test_answers_of_the_other_dialects_are_looked_at_as_closely(dialect, answer, message, scripted):
+    server = scripted(lambda _: (200, answer))
+    with connected(server.address, dialect=dialect) as policy, pytest.raises(PolicyError, match=message):
+        ask(policy, max_tokens=3)
+
+
+def test_what_else_a_server_may_say_of_itself_is_a_policy_error(scripted, monkeypatch):
+    """Its models, its refusals, its character set, the size of its answer."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    nested = '{"error": {"message": ' + "[" * 900 + "]" * 900 + "}}"
+    server = scripted(lambda _: (400, nested))
+    with connected(server.address, request_retries=0) as policy:
+        with pytest.raises(PolicyError, match="answered 400"):
+            ask(policy)
+        server.answer = lambda _: (200, GOOD, {"Content-Type": "application/json; charset=hex"})
+        assert ask(policy, max_tokens=3).token_ids_N.tolist() == [1, 2, 3]
+        server.answer = lambda _: (200, GOOD, {"Content-Encoding": "gzip"})
+        with pytest.raises(PolicyError, match="could not be reached: "):
+            ask(policy, max_tokens=3)
+        monkeypatch.setattr(remote, "MOST_BYTES", 1000)
+        server.answer = lambda _: (200, " " * 1001)
+        with pytest.raises(PolicyError, match="an answer of more than 1000 bytes"):
+            ask(policy, max_tokens=3)
+    for cards in ([{}], [{"id": 5}], ["m"], [None], 5, None):
+        server = scripted(lambda _: (200, GOOD), cards=cards)
+        with connected(server.address) as policy, pytest.raises(PolicyError, match="gave no list of models"):
+            ask(policy, max_tokens=3)
+    for address in ("http://" + "a" * 70 + ".invalid:80", "http://host.invalid:99999"):
+        with connected(address, request_retries=0) as policy, pytest.raises(PolicyError, match="invalid"):
+            ask(policy, max_tokens=3)
 
 
 def test_the_answers_of_earlier_and_later_vllm_are_read(scripted):
@@ -512,8 +595,16 @@ def test_truncation_needs_the_kept_ids(scripted):
         kept = vllm([1, 2], [-0.5, -0.5])
         with pytest.raises(PolicyError, match="--return-sampling-mask"):
             ask(policy, max_tokens=2, top_k=3)
-        kept = vllm([1, 2], [-0.5, -0.5], sampling_mask=[[3], [2]])
-        with pytest.raises(PolicyError, match="drawn from ids that lack it"):
+        for mask in ([[3], [2]], [[], [2]], [[1, 2.5], [2]], [[1, -1], [2]], [[1, 10**30], [2]], [[1, [2]], [2]]):
+            kept = vllm([1, 2], [-0.5, -0.5], sampling_mask=mask)
+            with pytest.raises(PolicyError, match="drawn from ids that lack it or lie outside"):
+                ask(policy, max_tokens=2, top_k=3)
+        for mask in (5, "ab", {"0": [1], "1": [2]}, [1, 2], [[1], None]):
+            kept = vllm([1, 2], [-0.5, -0.5], sampling_mask=mask)
+            with pytest.raises(PolicyError, match="must be a list for each, found"):
+                ask(policy, max_tokens=2, top_k=3)
+        kept = vllm([1, 2], [-0.5, -0.5], sampling_mask=[list(range(24)) * 3, [2]])
+        with pytest.raises(PolicyError, match=r"drawn from 72 ids, sampling.max_kept is 64"):
             ask(policy, max_tokens=2, top_k=3)
     with (
         connected(server.address, dialect=Dialect.COMPLETIONS) as policy,
@@ -562,6 +653,79 @@ def test_a_slow_server_and_a_closed_policy_fail_what_waits(scripted):
             run(closed_under_it())
         with pytest.raises(PolicyError, match="closed"):
             ask(policy)
+
+
+def test_a_temperature_that_vllm_would_raise_in_silence_is_refused(scripted):
+    server = scripted(lambda _: (200, GOOD))
+    for dialect in (Dialect.VLLM, Dialect.COMPLETIONS):
+        with connected(server.address, dialect=dialect) as policy, pytest.raises(PolicyError, match=r"at least 0\.01"):
+            ask(policy, temperature=0.005)
+    assert not server.bodies
+
+
+def test_requests_that_race_the_end_of_the_policy_fail_and_none_hangs(scripted, monkeypatch):
+    server = scripted(lambda _: (200, GOOD))
+    ended = []
+
+    def busy(policy):
+        async def ask_on():
+            while True:
+                await policy.sample("s", prompt(), SamplingParams(max_tokens=3))
+
+        with pytest.raises(PolicyError, match="the policy is closed"):
+            asyncio.run(ask_on())
+        ended.append(threading.current_thread())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(10):
+            with connected(server.address) as policy:
+                threads = [threading.Thread(target=busy, args=(policy,), daemon=True) for _ in range(8)]
+                for thread in threads:
+                    thread.start()
+                until(lambda policy=policy: policy.tokens_sampled > 30)
+            for thread in threads:
+                thread.join(60.0)
+            assert not any(thread.is_alive() for thread in threads)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(ended) == 80
+
+    # The worst moment, made to happen: the policy is closed while a request is on its way to the HTTP thread.
+    leave, closing = asyncio.run_coroutine_threadsafe, threading.Event()
+
+    def late(work, loop):
+        if work.__name__ == "_sample":
+            closing.set()
+            time.sleep(0.5)
+        return leave(work, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", late)
+    with connected(server.address) as policy:
+        thread = threading.Thread(target=busy, args=(policy,), daemon=True)
+        thread.start()
+        assert closing.wait(60.0)
+    thread.join(60.0)
+    assert len(ended) == 81
+
+
+def test_a_swap_under_way_when_the_policy_closes_is_a_policy_error(scripted):
+    server = scripted(lambda _: (200, GOOD), delay_s=30.0)
+    with connected(server.address) as policy:
+        failed = []
+
+        def swap():
+            try:
+                policy.swap("gs://bucket/run/adapters/1.1", V1)
+            except PolicyError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=swap, daemon=True)
+        thread.start()
+        until(lambda: server.loads)
+    thread.join(60.0)
+    assert "the policy is closed" in str(failed)
 
 
 @pytest.mark.parametrize(
