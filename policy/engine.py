@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_VERSIONS = 256
 CLOSE_TIMEOUT_S = 60.0
-PREFILLS_PER_TICK = 4
+PREFILLS_PER_TICK = 8
 """Most chunks of prompts computed between two draws, while more requests wait for their prompt than draw."""
 STOP_SLACK = 4
 """Tokens before those that a stop string can span, so that the decoded tail holds whole characters where it counts."""
@@ -236,6 +237,8 @@ class Engine:
         """Versions that were in use before, oldest first: nobody need wait for them."""
         self._active: list[_Request] = []
         self._tick = 0
+        self._lost_s = 0.0
+        """What the larger shape took longer since the ready requests last lay in the smallest that holds them."""
 
         self._changed = threading.Condition()
         self._inbox: list[_Request | str] = []
@@ -245,6 +248,7 @@ class Engine:
 
         began = time.perf_counter()
         self._compile(lora_scale)
+        self._measure()
         self.warmup_s = time.perf_counter() - began
         self._thread = threading.Thread(target=self._run, name="sampling-engine", daemon=True)
         self._thread.start()
@@ -606,32 +610,34 @@ class Engine:
 
     def _copy(self, copies: list[tuple[_Row, _Row]]) -> None:
         """Copy rows (source, target) in order. Members of a group share one read of their source."""
-        read: _Row | None = None
-        content: Any = None
-        for source, target in copies:
-            if source is not read:
-                content, read = self._read_row(self._cache, np.int32(source.index)), source
-            self._cache = self._write_row(self._cache, np.int32(target.index), content)
-            if target is read:
-                read = None
+        for source, group in itertools.groupby(copies, key=lambda copy: copy[0].index):
+            self._mover.copy(self._cache, source, [target.index for _, target in group])
 
     def _compact(self) -> None:
-        """If the ready requests fit a smaller shape, move them there, in exchange with rows that do not decode."""
+        """If the ready requests fit a smaller shape, move them there, in exchange with rows that do not decode.
+
+        As who rents does well to buy once the rent paid would have bought: once the time that the larger shape took
+        longer comes to what the moves cost. More requests may be ready by then.
+        """
         ready = [r.session.row for r in self._active if r.phase is _Phase.DECODE and r.session.row is not None]
+        if not ready:
+            return
         size = self._shape(len(ready))
         outside = [row for row in ready if row.index >= size]
         if not outside:
+            self._lost_s = 0.0
             return
+        present = self._shape(1 + max(row.index for row in outside))
+        self._lost_s += self._decode_s[present] - self._decode_s[size]
+        if self._lost_s < len(outside) * self._swap_s:
+            return
+        self._lost_s = 0.0
         busy = {row.index for row in ready}
         by_index = {row.index: row for row in self._rows}
         inside = (by_index[i] for i in range(size) if i not in busy)
         for row in outside:
             other = next(inside)
-            a, b = np.int32(row.index), np.int32(other.index)
-            of_row, of_other = self._read_row(self._cache, a), self._read_row(self._cache, b) if other.length else None
-            self._cache = self._write_row(self._cache, b, of_row)
-            if of_other is not None:
-                self._cache = self._write_row(self._cache, a, of_other)
+            self._mover.swap(self._cache, row.index, other.index)
             row.index, other.index = other.index, row.index
 
     def _shape(self, rows: int) -> int:
@@ -641,22 +647,31 @@ class Engine:
     # The compiled calls.
 
     def _prefill(self) -> None:
-        """Compute one chunk: the rest of one long prompt's, or short extensions of several requests."""
+        """Compute one call's chunks: of the request that waits longest, and of others as the shape has room.
+
+        Of the compiled shapes it takes the one that computes the most tokens per second for those who wait.
+        """
         waiting = [r for r in self._active if r.phase is _Phase.PREFILL]
         if not waiting:
             return
-        rows, chunk = self._prefill_shapes[0]
-        if self._left(waiting[0]) > chunk:
-            rows, chunk = self._prefill_shapes[1]
-            chosen = waiting[:1]
-            # To the back: a long prompt must not hold up the others between its chunks.
-            self._active.remove(waiting[0])
-            self._active.append(waiting[0])
-        else:
-            chosen = sorted(waiting, key=lambda r: self._left(r) > chunk)[:rows]
-        tokens = np.zeros((rows, chunk), np.int32)
-        # Dummies go nowhere: their count is 0.
-        indices, starts, counts = (np.zeros(rows, np.int32) for _ in range(3))
+        first, *others = waiting
+
+        def choice(rows: int, chunk: int) -> list[_Request]:
+            # Those that the chunk completes come first: they go on to draw.
+            return [first, *sorted(others, key=lambda r: self._left(r) > chunk)[: rows - 1]]
+
+        def rate(shape: tuple[int, int]) -> float:
+            return sum(min(self._left(r), shape[1]) for r in choice(*shape)) / self._prefill_s[shape]
+
+        rows, chunk = max(self._prefill_functions, key=rate)
+        chosen = choice(rows, chunk)
+        for request in chosen:
+            if self._left(request) > chunk:
+                # To the back: a long prompt must not hold up the others between its chunks.
+                self._active.remove(request)
+                self._active.append(request)
+        arguments = self._no_chunks(rows, chunk)
+        tokens, indices, starts, counts = arguments
         for i, request in enumerate(chosen):
             row = request.session.row
             assert row is not None
@@ -664,9 +679,7 @@ class Engine:
             tokens[i, :count] = request.ids[row.length : row.length + count]
             indices[i], starts[i], counts[i] = row.index, row.length, count
         self.prefill_calls += 1
-        self._cache = self._prefill_functions[rows, chunk](
-            self._params, self._adapter, self._cache, tokens, indices, starts, counts
-        )
+        self._call_prefill(arguments)
         for request, count in zip(chosen, counts.tolist(), strict=False):
             row = request.session.row
             assert row is not None
@@ -674,6 +687,10 @@ class Engine:
             self.tokens_prefilled += count
             if not self._left(request):
                 request.phase = _Phase.DECODE
+
+    def _call_prefill(self, arguments: list[Any]) -> None:
+        function = self._prefill_functions[arguments[0].shape]
+        self._cache = function(self._params, self._adapter, self._cache, *arguments)
 
     def _left(self, request: _Request) -> int:
         """Tokens to prefill; the prompt's last one is fed by the first decode call."""
@@ -686,32 +703,18 @@ class Engine:
         if not ready:
             return
         size = self._shape(1 + max(row.index for _, row in ready))
-        tokens = np.zeros(size, np.int32)
-        # Beyond the cache: a row that does not decode writes nothing.
-        positions = np.full(size, self._length, np.int32)
-        seeds = np.zeros((size, 2), np.int32)
-        indices = np.zeros(size, np.int32)
-        temperatures = np.ones(size, np.float32)
+        arguments = self._no_draws(size)
+        tokens, positions, seeds, indices, temperatures, *limits = arguments
         for request, row in ready:
-            i = row.index
+            i, params = row.index, request.params
             tokens[i], positions[i] = request.last_token, row.length
-            seeds[i], indices[i] = seed_words(request.params.seed), len(request.sampled)
-            temperatures[i] = request.params.temperature
+            seeds[i], indices[i] = seed_words(params.seed), len(request.sampled)
+            temperatures[i] = params.temperature
+            if params.truncates:
+                for values, value in zip(limits[0], (params.top_k, params.top_p, params.min_p), strict=True):
+                    values[i] = value
         self.decode_calls += 1
-        used = self._decode_shapes.index(size) + 1
-        each: list[Any] = [tokens, positions, seeds, indices, temperatures]
-        if self._max_kept:
-            limits = Limits(np.zeros(size, np.int32), np.ones(size, np.float32), np.zeros(size, np.float32))
-            for request, row in ready:
-                if not request.params.truncates:
-                    continue
-                asked = request.params.top_k, request.params.top_p, request.params.min_p
-                for values, value in zip(limits, asked, strict=True):
-                    values[row.index] = value
-            each.append(limits)
-        head, *draws = self._decode_functions[size](self._params, self._adapter, self._cache[:used], *each)
-        self._cache = [*head, *self._cache[used:]]
-        drawn, logprobs, *rest = map(np.asarray, draws)
+        drawn, logprobs, *rest = map(np.asarray, self._call_decode(size, arguments))
         kept = rest[0] if rest else np.zeros((len(drawn), size, 0), np.int32)
         finite = np.isfinite(logprobs).all(0)
         if not any(finite[row.index] for _, row in ready):
@@ -738,9 +741,13 @@ class Engine:
     def _clear(self, row: _Row) -> None:
         """Forget the row, values and all: a NaN that no query sees is still one, times a weight of 0."""
         row.cut(0)
-        content = self._read_row(self._cache, np.int32(row.index))
-        nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), content)
-        self._cache = self._write_row(self._cache, np.int32(row.index), nothing)
+        self._mover.clear(self._cache, row.index)
+
+    def _call_decode(self, size: int, arguments: list[Any]) -> list[Any]:
+        used = self._decode_shapes.index(size) + 1
+        head, *draws = self._decode_functions[size](self._params, self._adapter, self._cache[:used], *arguments)
+        self._cache = [*head, *self._cache[used:]]
+        return draws
 
     def _note_first_token(self) -> None:
         if self._version not in self.first_token_at:
@@ -859,39 +866,64 @@ class Engine:
     def _compile(self, lora_scale: float) -> None:
         """Compile every shape that will ever run. Compiled objects refuse other shapes: nothing compiles later."""
         settings = self._settings
-        int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
-
-        def shaped(dtype: np.dtype[Any], *shape: int) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype)
 
         def compiled(function: Callable[..., Any], donated: tuple[int, ...], *args: Any) -> kv.Compiled:
             self.compiles += 1
-            return jax.jit(function, donate_argnums=donated).lower(*args).compile()  # type: ignore[no-any-return]
+            jitted = jax.jit(function, donate_argnums=donated, keep_unused=True)
+            return jitted.lower(*args).compile()  # type: ignore[no-any-return]
 
         model = (self._params, self._adapter)
-        self._decode_shapes = list(_running_sums(self._segments))
-        self._decode_functions = {}
         decode = functools.partial(
             kv.decode, self._config, lora_scale, settings.steps_per_call, max_kept=self._max_kept
         )
         prefill = functools.partial(kv.prefill, self._config, lora_scale)
-        for used, size in enumerate(self._decode_shapes, 1):
-            each = (shaped(int32, size), shaped(int32, size), shaped(int32, size, 2), shaped(int32, size))
-            args: tuple[Any, ...] = (*model, self._cache[:used], *each, shaped(float32, size))
-            if self._max_kept:
-                args = (*args, Limits(shaped(int32, size), shaped(float32, size), shaped(float32, size)))
-            self._decode_functions[size] = compiled(decode, (2,), *args)
+        self._decode_shapes = list(_running_sums(self._segments))
+        self._decode_functions = {
+            size: compiled(decode, (2,), *model, self._cache[:used], *self._no_draws(size))
+            for used, size in enumerate(self._decode_shapes, 1)
+        }
+        self._prefill_functions = {
+            shape: compiled(prefill, (2,), *model, self._cache, *self._no_chunks(*shape))
+            for shape in settings.prefill_shapes
+        }
+        self._mover = kv.Mover(self._cache, compiled)
 
-        wide = (min(settings.extend_rows, settings.slots), min(settings.extend_chunk, self._length))
-        self._prefill_shapes = [wide, (1, min(settings.prefill_chunk, self._length))]
-        self._prefill_functions = {}
-        for rows, chunk in dict.fromkeys(self._prefill_shapes):
-            args = (*model, self._cache, shaped(int32, rows, chunk), *(shaped(int32, rows) for _ in range(3)))
-            self._prefill_functions[rows, chunk] = compiled(prefill, (2,), *args)
+    def _measure(self) -> None:
+        """How many seconds the compiled calls take: what the choice between them goes by."""
 
-        self._read_row = compiled(kv.read_row, (), self._cache, shaped(int32))
-        content = jax.eval_shape(kv.read_row, self._cache, shaped(int32))
-        self._write_row = compiled(kv.write_row, (0,), self._cache, shaped(int32), content)
+        def seconds(call: Callable[[], object]) -> float:
+            taken = []
+            for _ in range(2):
+                jax.block_until_ready(self._cache)
+                began = time.perf_counter()
+                call()
+                jax.block_until_ready(self._cache)
+                taken.append(time.perf_counter() - began)
+            return min(taken)
+
+        self._decode_s = {
+            size: seconds(functools.partial(self._call_decode, size, self._no_draws(size)))
+            for size in self._decode_shapes
+        }
+        self._prefill_s = {
+            shape: seconds(functools.partial(self._call_prefill, self._no_chunks(*shape)))
+            for shape in self._prefill_functions
+        }
+        self._swap_s = seconds(lambda: self._mover.swap(self._cache, 0, len(self._rows) - 1))
+
+    def _no_draws(self, size: int) -> list[Any]:
+        """Arguments of a decode call in which no row decodes: beyond the cache, it writes nothing."""
+        positions = np.full(size, kv.cache_length(self._cache), np.int32)
+        none = np.zeros(size, np.int32)
+        each: list[Any] = [none, positions, np.zeros((size, 2), np.int32), none.copy(), np.ones(size, np.float32)]
+        if self._max_kept:
+            each.append(Limits(none.copy(), np.ones(size, np.float32), np.zeros(size, np.float32)))
+        return each
+
+    @staticmethod
+    def _no_chunks(rows: int, chunk: int) -> list[Any]:
+        """Arguments of a prefill call that computes nothing of use: tokens, row indices, starts, counts."""
+        return [np.zeros((rows, chunk), np.int32), *(np.zeros(rows, np.int32) for _ in range(3))]
 
 
 def _shapes(tree: Any) -> dict[str, str]:

@@ -147,28 +147,42 @@ def project(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> 
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def project_fused(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> Any:
-    """`project` of a fused layer: W is [out, in], a is [R, in] and b is [out, R]; the same sums in another order."""
-    flat = x.reshape(-1, x.shape[-1])
-    y = multiply(weight, flat)
+def project_columns(x_IN: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> Any:
+    """`project` of a fused layer, on columns: y_ON for W [out, in], a [R, in] and b [out, R]; the same sums in another
+    order."""
+    y = multiply_columns(weight, x_IN)
     if adapter is not None:
-        y = y + multiply(adapter["b"].astype(x.dtype), multiply(adapter["a"].astype(x.dtype), flat) * scale)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+        inner = multiply_columns(adapter["a"].astype(x_IN.dtype), x_IN) * scale
+        y = y + multiply_columns(adapter["b"].astype(x_IN.dtype), inner)
+    return y
 
 
 def multiply(weight: Any, x: Any, dtype: Any = None) -> Any:
-    """x Wᵀ for x [..., in] and W [out, in], accumulated and given in `dtype` (that of x by default).
+    """x Wᵀ for x [..., in] and W [out, in], accumulated and given in `dtype` (that of x by default)."""
+    return rows(multiply_columns(weight, columns(x), dtype), x.shape[:-1])
 
-    On a CPU as W xᵀ with both transposes kept apart from the product: for few rows of x, XLA's matrix product is faster
-    with the large matrix on the left, in order (benchmarks/layouts.py); left alone, XLA folds the transposes back into
-    it. One row is a product of matrix and vector.
+
+def multiply_columns(weight: Any, x_IN: Any, dtype: Any = None) -> Any:
+    """W x for columns x_IN and W [out, in]. One column is a product of matrix and vector.
+
+    On a CPU, for few columns, XLA's matrix product is faster with the large matrix on the left, in order, than x Wᵀ
+    (benchmarks/layouts.py).
     """
-    flat = x.reshape(-1, x.shape[-1])
-    if len(flat) == 1:
-        y = jnp.matmul(weight, flat[0], preferred_element_type=dtype)
-    elif jax.default_backend() == "cpu":
-        apart = jax.lax.optimization_barrier
-        y = apart(jnp.matmul(weight, apart(flat.T), preferred_element_type=dtype)).T
-    else:
-        y = jnp.matmul(flat, weight.T, preferred_element_type=dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    if x_IN.shape[1] == 1:
+        return jnp.matmul(weight, x_IN[:, 0], preferred_element_type=dtype)[:, None]
+    return jnp.matmul(weight, x_IN, preferred_element_type=dtype)
+
+
+def columns(x: Any) -> Any:
+    """x [..., in] as columns x_IN."""
+    return _apart(x.reshape(-1, x.shape[-1]).T)
+
+
+def rows(x_ON: Any, shape: tuple[int, ...]) -> Any:
+    """Columns as rows, [*shape, out]."""
+    return _apart(x_ON).T.reshape(*shape, x_ON.shape[0])
+
+
+def _apart(x: Any) -> Any:
+    """On a CPU, x as it stands: left alone, XLA folds transposes back into the product they were made for."""
+    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" and x.shape[1] > 1 else x

@@ -154,6 +154,16 @@ class SamplingSettings:
             raise ValueError(f"sampling.request_retries must be 0 or more, found {self.request_retries}")
 
     @property
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, chunk) of the compiled prefill calls: from many short extensions to one long prompt."""
+        rows, chunk = min(self.extend_rows, self.slots), min(self.extend_chunk, self.max_context)
+        shapes = {(1, min(self.prefill_chunk, self.max_context)): None}
+        while rows > 1 and chunk < self.prefill_chunk:
+            shapes[rows, chunk] = None
+            rows, chunk = rows // 2, min(2 * chunk, self.max_context)
+        return tuple(shapes)
+
+    @property
     def segments(self) -> tuple[int, ...]:
         """Slots by compiled decode shape: the small batch and the rest."""
         small = min(self.small_batch, self.slots)

@@ -35,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
 from policy.families import TEXT_ROOT, family_of, llama3_frequency
-from policy.lora import Adapter, layer_adapter, multiply, project, project_fused
+from policy.lora import Adapter, columns, layer_adapter, multiply, project, project_columns, rows
 
 Array = Any
 """A JAX array; `Any` because JAX is not part of the type check."""
@@ -406,10 +406,22 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
             if not self.fused:
                 outputs = (project(x, getattr(self, name)[...], share.get(name), lora_scale) for name in names)
                 return tuple(checkpoint_name(y, _PROJECTION) for y in outputs)
+            return tuple(rows(y_ON, x.shape[:-1]) for y_ON in linear_columns(columns(x), *names))
+
+        def linear_columns(x_IN: Array, *names: str) -> tuple[Array, ...]:
             group = _GROUPS[names]
-            y = project_fused(x, getattr(self, group)[...], share.get(group), lora_scale)
+            y_ON = project_columns(x_IN, getattr(self, group)[...], share.get(group), lora_scale)
             widths = [config.layer_shapes()[name][1] for name in names]
-            return tuple(jnp.split(y, np.cumsum(widths)[:-1], axis=-1))
+            return tuple(jnp.split(y_ON, np.cumsum(widths)[:-1]))
+
+        def mlp(x: Array) -> Array:
+            if self.fused:  # in columns throughout: turning them costs as much as the activation
+                gate, up = linear_columns(columns(x), "gate_proj", "up_proj")
+                (y_ON,) = linear_columns(config.activation(gate) * up, "down_proj")
+                return rows(y_ON, x.shape[:-1])
+            gate, up = linear(x, "gate_proj", "up_proj")
+            (y,) = linear(constrain(config.activation(gate) * up, ("rows", None, "mlp")), "down_proj")
+            return y
 
         def norm(name: str, x: Array) -> Array:
             return rms_norm(x, getattr(self, name)[...], config.norm_eps)
@@ -438,9 +450,7 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         o = constrain(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), ("rows", None, "heads"))
         h = residual(*linear(o, "o_proj"))
         x_BTD = residual(x_BTD + (norm("attention_output_norm", h) if config.output_norms else h))
-        gate, up = linear(whole(norm("post_norm", x_BTD)), "gate_proj", "up_proj")
-        h = constrain(config.activation(gate) * up, ("rows", None, "mlp"))
-        h = residual(*linear(h, "down_proj"))
+        h = residual(mlp(whole(norm("post_norm", x_BTD))))
         return residual(x_BTD + (norm("mlp_output_norm", h) if config.output_norms else h))
 
 
