@@ -1,7 +1,7 @@
 """Where arrays lie: every axis of a parameter has a logical name, and one table maps the names to mesh axes.
 
 Invariant: the same program runs on one device and on many; only this table and the mesh differ. A dimension that its
-mesh axes do not divide is replicated.
+mesh axes do not divide is replicated, but the vocabulary, which is filled up with rows that are no tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -25,6 +26,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "rows": ("data", "fsdp"),
+        "sequence": ("tensor",),
         "embed": ("fsdp",),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),
@@ -35,7 +37,13 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "norm": (),
     }
 )
-"""Logical axis -> mesh axes. Another layout is an edit of this table."""
+"""Logical axis -> mesh axes. Another layout is an edit of this table.
+
+`rows` and `sequence` are axes of activations: the residual stream, which the backward pass keeps for every layer, is
+spread over tokens where the products are spread over heads and MLP (Korthikanti et al. 2022, arXiv:2205.05198).
+"""
+_FILLED = ("embed", "unembed")
+"""Parameters whose vocabulary is filled up to a multiple of its mesh axes."""
 
 PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -104,19 +112,67 @@ class Sharding:
 
     def check_rows(self, rows_per_call: int) -> None:
         """Raises ValueError unless the rows of a call spread evenly."""
-        spread = math.prod(self.mesh.shape[axis] for axis in RULES["rows"])
-        if rows_per_call % spread:
+        if rows_per_call % self.shares:
             raise ValueError(
-                f"rows_per_call must be a multiple of sharding.data × sharding.fsdp = {spread}, found {rows_per_call}"
+                f"rows_per_call must be a multiple of sharding.data × sharding.fsdp = {self.shares}, found "
+                f"{rows_per_call}"
             )
 
-    def spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The partition of an array whose dimensions have these logical names."""
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`: of the mesh's devices, which need not be there."""
+        return str(self.mesh.devices.flat[0].platform)
+
+    @property
+    def shares(self) -> int:
+        """Shares that the rows of a call are spread in."""
+        return self._size(RULES["rows"])
+
+    @property
+    def rows_spec(self) -> tuple[str, ...]:
+        """The mesh axes of rows."""
+        return RULES["rows"]
+
+    def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The partition of an array whose dimensions have these logical names; None is not spread."""
         return PartitionSpec(*(self._mesh_axes(axis, size) for axis, size in zip(axes, shape, strict=True)))
 
-    def _mesh_axes(self, axis: str, size: int) -> tuple[str, ...] | None:
-        mesh_axes = tuple(name for name in RULES[axis] if self.mesh.shape[name] > 1)
-        return mesh_axes if mesh_axes and size % math.prod(self.mesh.shape[name] for name in mesh_axes) == 0 else None
+    def _mesh_axes(self, axis: str | None, size: int) -> tuple[str, ...] | None:
+        mesh_axes = tuple(name for name in RULES[axis] if self.mesh.shape[name] > 1) if axis else ()
+        return mesh_axes if mesh_axes and size % self._size(mesh_axes) == 0 else None
+
+    def _size(self, mesh_axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[name] for name in mesh_axes)
+
+    def vocabulary(self, vocab_size: int) -> int:
+        """Rows of the tables: tokens, and what fills up the last share."""
+        share = self._size(RULES["vocab"])
+        return -(-vocab_size // share) * share
+
+    # What is traced
+
+    def constrain(self, array: Any, axes: tuple[str | None, ...]) -> Any:
+        """A traced array, laid out by the logical names of its axes (`policy.transformer.Constrain`)."""
+        if self.mesh.size == 1:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.spec(axes, array.shape)))
+
+    def gather(self, layer: Mapping[str, Any], share: Any) -> tuple[Mapping[str, Any], Any]:
+        """One layer's parameters and its share of the adapter without the spread of `embed`: the product of rows that
+        lie apart needs them so (`policy.transformer.Gather`)."""
+
+        def gathered(array: Any, axes: tuple[str, ...]) -> Any:
+            return self.constrain(array, tuple(None if axis == "embed" else axis for axis in axes))
+
+        layer = {name: gathered(array, PARAMETER_AXES[name]) for name, array in layer.items()}
+        if share is not None:
+            share = {
+                name: {part: gathered(array, _adapter_axes(name)[part][1:]) for part, array in parts.items()}
+                for name, parts in share.items()
+            }
+        return layer, share
+
+    # What is placed
 
     def load_params(self, weights: Weights) -> dict[str, Any]:
         """The base, with stacked layers, read from disk straight into the slices that each device holds."""
@@ -124,6 +180,9 @@ class Sharding:
         def place(name: str, shape: tuple[int, ...], read: Callable[[Any], Any]) -> Any:
             axes = PARAMETER_AXES[name]
             axes = axes if len(shape) == len(axes) else ("layers", *axes)
+            if name in _FILLED:
+                tokens, shape = shape[0], (self.vocabulary(shape[0]), *shape[1:])
+                read = _filled(read, tokens, shape[0])
             return jax.make_array_from_callback(shape, NamedSharding(self.mesh, self.spec(axes, shape)), read)
 
         return weights.stacked(place)
@@ -131,8 +190,16 @@ class Sharding:
     def put_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The base, with stacked layers, on the mesh."""
         layers = {name: self._put(array, ("layers", *PARAMETER_AXES[name])) for name, array in params["layers"].items()}
-        outside = {name: self._put(array, PARAMETER_AXES[name]) for name, array in params.items() if name != "layers"}
+        outside = {
+            name: self._put(self._fill(array) if name in _FILLED else array, PARAMETER_AXES[name])
+            for name, array in params.items()
+            if name != "layers"
+        }
         return {**outside, "layers": layers}
+
+    def _fill(self, table_VD: Any) -> Any:
+        more = self.vocabulary(len(table_VD)) - len(table_VD)
+        return jnp.pad(table_VD, ((0, more), (0, 0))) if more else table_VD
 
     def put_adapter(self, adapter: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The adapter: `a` lies as its matrix's inputs do, `b` as its outputs."""
@@ -142,11 +209,12 @@ class Sharding:
         }
 
     def put_batch(self, array: Any) -> Any:
-        """Rows [B, T] are spread over the mesh; flat lists and scalars lie everywhere."""
-        return jax.device_put(array, self._batch_place(array))
+        """Rows, and lists that hold a share for each share of the rows, are spread over the mesh."""
+        return jax.device_put(array, self._rows)
 
-    def _batch_place(self, array: Any) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(RULES["rows"])) if array.ndim == 2 else self.replicated
+    @property
+    def _rows(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(self.rows_spec))
 
     # The same places for arrays that are not there.
 
@@ -159,7 +227,11 @@ class Sharding:
             return self._describe((*stack, *shape), kind, ("layers", *axes) if stack else axes)
 
         layers = {name: describe(name, shape, config.num_layers) for name, shape in config.layer_shapes().items()}
-        return {**{name: describe(name, shape) for name, shape in config.model_shapes().items()}, "layers": layers}
+        outside = config.model_shapes()
+        for name in _FILLED:
+            if name in outside:
+                outside[name] = (self.vocabulary(outside[name][0]), *outside[name][1:])
+        return {**{name: describe(name, shape) for name, shape in outside.items()}, "layers": layers}
 
     def abstract_adapter(self, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
         """A float32 adapter of these shapes (`policy.lora.adapter_shapes`)."""
@@ -169,7 +241,7 @@ class Sharding:
         }
 
     def abstract_batch(self, array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._batch_place(array))
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._rows)
 
     def _describe(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, self.spec(axes, shape)))
@@ -188,6 +260,17 @@ class Sharding:
 def _adapter_axes(name: str) -> dict[str, tuple[str, ...]]:
     inputs, outputs = PARAMETER_AXES[name]
     return {"a": ("layers", inputs, "rank"), "b": ("layers", "rank", outputs)}
+
+
+def _filled(read: Callable[[Any], Any], tokens: int, rows: int) -> Callable[[Any], Any]:
+    """`read` of a table of `tokens` rows, as of one of `rows`, those behind the tokens being 0."""
+
+    def slices(index: Any) -> Any:
+        first, last, _ = index[0].indices(rows)
+        array = read((slice(min(first, tokens), min(last, tokens)), *index[1:]))
+        return np.pad(array, ((0, last - first - len(array)), (0, 0)))
+
+    return slices
 
 
 def abstract(array: Any) -> jax.ShapeDtypeStruct:

@@ -4,10 +4,12 @@ Invariants: every shape is compiled by `compile()` and none later; an interrupte
 for bit; the gradient is a sum over loss tokens divided by one global denominator, so it does not depend on how closings
 were packed, bucketed or chunked; a step without loss tokens or with a gradient that is not finite changes no parameter.
 
-The hidden state of a token's predecessor predicts it. `prepare` gathers the loss tokens of all rows of a call into one
-flat list, so that the vocabulary head, the dearest layer of a small model, runs on them alone.
+The hidden state of a token's predecessor predicts it. `prepare` gathers the loss tokens of the rows of a call into a
+flat list, so that the vocabulary head, the dearest layer of a small model, runs on them alone. On a mesh, each share of
+the rows has a list of its own, so that hidden states stay where their row lies.
 
-Axes: B rows of a call, T tokens of a row (the bucket), N = B T (capacity of the list of loss tokens), D embedding.
+Axes: B rows of a call, T tokens of a row (the bucket), N = B T (capacity of the list of loss tokens), S shares that the
+mesh spreads rows in, D embedding.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from learner.attention import RowLayout
 from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_loss
+from learner.parallel import MeshModel
 from learner.sharding import Sharding, ShardingSettings, abstract
 from policy.lora import Adapter, LoraSettings, adapter_shapes, init_adapter
-from policy.transformer import ModelConfig, Params, Remat, hidden_states, stack_layers, token_logprobs, visible
+from policy.transformer import ModelConfig, Params, Remat, stack_layers
 from policy.weights import Weights
 from trajectories.schema import Row, kept_offsets
 
@@ -95,25 +99,30 @@ class OptimizerSettings:
 
 
 class Batch(NamedTuple):
-    """What one call of the accumulate function reads; N = B T, of which the first `count` entries are used."""
+    """What one call of the accumulate function reads. Share s of the rows has the entries of share s of N = B T, of
+    which the first `counts_S[s]` are used."""
 
     tokens_BT: Any
     segment_ids_BT: Any
     parent_ids_BT: Any
     positions_BT: Any
     predecessors_N: Any
-    """Flat index into B T of the token whose hidden state predicts loss token n."""
+    """Flat index into the tokens [B / S, T] of its share: of the token whose hidden state predicts loss token n."""
     targets_N: Any
     behaviour_N: Any
     advantages_N: Any
-    count: Any
-    """int32 scalar."""
+    counts_S: Any
     kept_NK: Any = None
     """Ids that each target was drawn from, -1 behind them; a row of -1 means the whole vocabulary. None in a run that
     truncates no draw: its compiled functions have no such input."""
     sequences_N: Any = None
-    """Which episode of the call a loss token belongs to, from 0; the last entry's number behind `count`. None in a run
-    whose loss looks at tokens alone."""
+    """Which episode of the call a loss token belongs to, from 0; N - 1 where there is none. None in a run whose loss
+    looks at tokens alone."""
+
+    def mask_N(self) -> Any:
+        """Which entries are used."""
+        used_SN = jnp.arange(self.targets_N.size // self.counts_S.size) < self.counts_S[:, None]
+        return used_SN.reshape(self.targets_N.shape)
 
 
 class TrainState(NamedTuple):
@@ -325,7 +334,7 @@ class Trainer:
         for bucket, members in by_bucket.items():
             for start in range(0, len(members), self._rows_per_call):
                 batch, found = self._batch(bucket, members[start : start + self._rows_per_call])
-                loss_tokens += int(batch.count)
+                loss_tokens += int(batch.counts_S.sum())
                 sequences += found
                 calls.append((bucket, self._put_batch(batch)))
         return PreparedStep(
@@ -342,8 +351,10 @@ class Trainer:
     def _batch(self, bucket: int, rows: Sequence[Row]) -> tuple[Batch, int]:
         """The batch of one call, on the host, and the number of episodes in it that have loss tokens."""
         batch = self._program.empty_batch(bucket)
-        count = sequences = 0
+        shares, sequences = len(batch.counts_S), 0
+        rows_each = self._rows_per_call // shares
         for b, row in enumerate(rows):
+            share, b_share = divmod(b, rows_each)
             batch.tokens_BT[b] = row.tokens_T
             batch.segment_ids_BT[b] = row.segment_ids_T
             batch.parent_ids_BT[b] = row.parent_ids_T
@@ -351,8 +362,10 @@ class Trainer:
             predecessors_T = row.predecessors_T()
             # A token that nothing precedes has no log-prob; it must not be predicted from itself.
             (index,) = np.nonzero(row.loss_mask_T & (predecessors_T != np.arange(bucket)))
-            place = slice(count, count + len(index))
-            batch.predecessors_N[place] = b * bucket + predecessors_T[index]
+            start = share * rows_each * bucket + batch.counts_S[share]
+            place = slice(start, start + len(index))
+            batch.counts_S[share] += len(index)
+            batch.predecessors_N[place] = b_share * bucket + predecessors_T[index]
             batch.targets_N[place] = row.tokens_T[index]
             batch.behaviour_N[place] = row.logprobs_T[index]
             batch.advantages_N[place] = row.advantages_T[index]
@@ -363,8 +376,7 @@ class Trainer:
             if batch.sequences_N is not None:
                 batch.sequences_N[place] = sequences + numbers_n
             sequences += len(segments)
-            count = place.stop
-        return batch._replace(count=np.int32(count)), sequences
+        return batch, sequences
 
     def _lay_kept(self, batch: Batch, place: slice, row: Row, index: Any) -> None:
         """The kept ids of the row's tokens `index` go to the loss tokens `place`."""
@@ -481,6 +493,7 @@ class StepProgram:
     ) -> None:
         sharding.check_rows(rows_per_call)
         self._config, self._lora, self._loss, self._sharding = config, lora, loss, sharding
+        self._model = MeshModel(config, sharding)
         self._temperature, self._max_kept, self._remat = temperature, max_kept, remat
         self._rows_per_call = rows_per_call
         self.transformation = optimizer.transformation()
@@ -521,7 +534,7 @@ class StepProgram:
             targets_N=np.zeros(size, np.int32),
             behaviour_N=np.zeros(size, np.float32),
             advantages_N=np.zeros(size, np.float32),
-            count=np.int32(0),
+            counts_S=np.zeros(self._sharding.shares, np.int32),
             kept_NK=np.full((size, self._max_kept), -1, np.int32) if self._max_kept else None,
             sequences_N=np.full(size, size - 1, np.int32) if self._loss.needs_sequences else None,
         )
@@ -573,12 +586,11 @@ class StepProgram:
             reference_N = None
             if self._loss.kl_coefficient:
                 reference_N = jax.lax.stop_gradient(self._logprobs(params, None, batch))
-            mask_N = jnp.arange(batch.targets_N.size) < batch.count
             return policy_loss(
                 logprobs_N,
                 batch.behaviour_N,
                 batch.advantages_N,
-                mask_N,
+                batch.mask_N(),
                 self._loss,
                 reference_N=reference_N,
                 sequences_N=batch.sequences_N,
@@ -589,25 +601,23 @@ class StepProgram:
         return _Accumulated(gradient, add_sums(sums, more_sums))
 
     def _logprobs(self, params: Params, adapter: Adapter | None, batch: Batch) -> Any:
-        """log pi of the loss tokens, over the tokens that each was drawn from; entries from `count` on are 0.
+        """log pi of the loss tokens, over the tokens that each was drawn from; unused entries are 0.
 
         NaN, and so invalid, where a token is not among its kept ids. The base (no adapter) is renormalised over the
         same ones, see `learner.losses`.
         """
-        visible_BTT = visible(batch.segment_ids_BT, batch.parent_ids_BT)
-        hidden_BTD = hidden_states(
-            self._config,
-            params,
-            adapter,
-            self._lora.scale,
-            batch.tokens_BT,
-            batch.positions_BT,
-            visible_BTT,
-            remat=self._remat,
+        layout = RowLayout(batch.segment_ids_BT, batch.parent_ids_BT, batch.positions_BT)
+        hidden_BTD = self._model.hidden_states(
+            params, adapter, self._lora.scale, batch.tokens_BT, layout, remat=self._remat
         )
-        hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[batch.predecessors_N]
-        return token_logprobs(
-            self._config, params, hidden_ND, batch.targets_N, batch.count, self._temperature, batch.kept_NK
+        return self._model.token_logprobs(
+            params,
+            hidden_BTD,
+            batch.predecessors_N,
+            batch.targets_N,
+            batch.counts_S,
+            self._temperature,
+            batch.kept_NK,
         )
 
     def _update(self, state: TrainState, gradient: Any, denominator: Any) -> tuple[TrainState, Any, Any]:
