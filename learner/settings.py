@@ -41,9 +41,9 @@ class LearnerSettings:
     steps: int = 12
     """Optimizer steps after which training ends."""
     train_s: float | None = None
-    """Seconds of training (evaluations apart) after which it ends earlier."""
+    """Seconds of training (evaluations apart) after which it ends earlier. Left out: no limit."""
     target_success: float | None = None
-    """Sampled success, over the newest `target_groups` groups, at which training ends earlier."""
+    """Sampled success, over the newest `target_groups` groups, at which training ends earlier. Left out: none does."""
     target_groups: int = 24
     """Groups in that window; groups without a gradient count too."""
     max_staleness: int = 1
@@ -66,7 +66,7 @@ class LearnerSettings:
     remat: bool = True
     """Keep the projections' outputs and compute attention again in the backward pass: about half the memory."""
     publish_interval_s: float | None = None
-    """Least seconds between two published adapters; None is 0 for a folder and 1 for gs://, which allows no more."""
+    """Least seconds between two published adapters. Left out: 0 for a folder and 1 for gs://, which allows no more."""
     keep_adapters: int = 4
     """Newest adapter folders that are kept."""
     stop_within_s: float = 10.0
@@ -121,7 +121,7 @@ class EvaluationSettings:
     questions: int = 128
     """Held-out questions, each asked once at temperature 1; 0 turns evaluation off."""
     greedy_questions: int | None = None
-    """The first so many of them are also asked at temperature 0; None asks all."""
+    """The first so many of them are also asked at temperature 0. Left out: all."""
     before: bool = True
     """Evaluate the policy that training starts from."""
     after: bool = True

@@ -69,7 +69,7 @@ class CloudSettings:
     machine_type: str = "n2-standard-8"
     """Machine type of a worker. One sampling engine runs per worker and uses all its cores."""
     min_workers: int = 0
-    """Fewest workers. 0: from the sizing (see `size_workers`)."""
+    """Fewest workers. 0: by Little's law from [learner] and `environment.max_concurrency` (docs/deploy.md)."""
     max_workers: int = 0
     """Most workers. 0: twice the fewest."""
     at_least_once: bool = True

@@ -55,8 +55,8 @@ class Run:
     run_id: str = ""
     """Set when the run starts, and unique to the attempt: leave it out."""
     storage: str = ""
-    """Folder (from the current one) or gs:// prefix for adapters and checkpoints. Left out: the attempt's own folder, or
-    `cloud.bucket`/`name`. A fresh attempt on this machine is refused where an earlier one's checkpoints lie."""
+    """Folder or gs:// prefix for adapters and checkpoints. Left out: the attempt's own folder; in the cloud
+    `cloud.bucket`/`name`. Where an earlier attempt's checkpoints lie, `headrace run` begins no fresh one."""
     algorithm: str = DEFAULT
     """Fills in what [advantages] and [loss] leave out: `dapo`, `grpo`, `dr_grpo`, `rloo`, `reinforce++`,
     `reinforce++_baseline`, `maxrl`, `gspo`, `gspo_token`, `cispo` or `icepop`; see docs/algorithms.md."""

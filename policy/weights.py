@@ -65,8 +65,8 @@ class ModelSettings:
     template_variables: dict[str, Any] = field(default_factory=dict)
     """What the model's chat template is given besides messages, such as `{ enable_thinking = false }` for Qwen 3."""
     tool_calls: str = ""
-    """How the model writes tool calls (`hermes`, `llama3`, `pythonic`, ...; see docs/models.md), where its template
-    does not give it away."""
+    """How the model writes tool calls, where its template does not give it away: `hermes`, `llama3`, `pythonic`,
+    `gemma4`, `qwen3-coder` or `mistral`; see docs/models.md."""
 
     def __post_init__(self) -> None:
         if not self.path:

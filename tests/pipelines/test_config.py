@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from pipelines.cli import DEMO, TINY_DEMO, main
 from pipelines.config import Run, load_run
 from pipelines.learner import learner_spec
 from pipelines.settings import SettingsError
+from policy.tool_calls import FORMATS
 
 
 @pytest.mark.parametrize("file", [DEMO, TINY_DEMO])
@@ -129,6 +131,38 @@ def test_code_path_is_importable_from_the_run_file_on(tmp_path: Path) -> None:
     import headrace_test_environment  # type: ignore[import-not-found]
 
     assert headrace_test_environment.VALUE == 7
+
+
+def test_the_reference_lists_every_choice_that_a_setting_has() -> None:
+    rows = {}
+    section = ""
+    for line in reference.page().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## [").removesuffix("]")
+        elif line.startswith("| `"):
+            rows[section, line.split("`")[1]] = line
+    listed = set()
+    run = Run("a")
+    sections = {field.name: getattr(run, field.name) for field in dataclasses.fields(Run)}
+    settings = {"## At the top": run} | {name: one for name, one in sections.items() if dataclasses.is_dataclass(one)}
+    for name, one in settings.items():
+        for field in dataclasses.fields(one):
+            for choice in reference.choices(one, field.name):
+                assert f"`{choice}`" in rows[name, field.name], (name, field.name, choice)
+                listed.add(field.name)
+    assert listed >= {
+        "algorithm",
+        "dtype",
+        "backend",
+        "dialect",
+        "estimator",
+        "staleness",
+        "policy_loss",
+        "clip_anchor",
+    }
+    assert all(f"`{name}`" in rows["model", "tool_calls"] for name in FORMATS)
+    assert "`drop`: No step waits" in rows["learner", "staleness"]
+    assert rows["## At the top", "name"].split("|")[2].strip() == "*required*"
 
 
 def test_the_reference_of_the_run_file_is_current() -> None:
