@@ -101,6 +101,12 @@ def lay_out(chosen: Sequence[Held]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def lay_out_updates(chosen: Sequence[Held], minibatches: int) -> tuple[tuple[Row, ...], ...]:
+    """The rows of each update of a pass over the chosen closings, of which update k has every `minibatches`-th from k:
+    young and old ones alike."""
+    return tuple(lay_out(chosen[first::minibatches]) for first in range(minibatches))
+
+
 class Buffer:
     """Closings that the ledger has bound and no step has taken."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from learner import background as bg
 from learner.acks import Acks
-from learner.buffer import Buffer, fault, lay_out
+from learner.buffer import Buffer, fault, lay_out_updates
 from learner.checkpoints import Snapshot
 from learner.evaluation import Evaluation, EvaluationReport
 from learner.feeder import Feeder, TaskSource
@@ -501,7 +501,7 @@ class Loop:
                 self._feeder.discard(closing.group_id, closing.attempt, self._published_step, self._now)
             if not choice.chosen:
                 return choice.straggler
-            prepared = self._p.trainer.prepare(lay_out(choice.chosen))
+            prepared = self._p.trainer.prepare(*lay_out_updates(choice.chosen, self._settings.minibatches))
             self._p.device.submit(bg.Work(step, choice.chosen, prepared))
             self._in_device += 1
         return False

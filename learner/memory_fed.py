@@ -14,7 +14,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from learner.background import Compiled, Crashed, Device, StepDone, StepRunner, Work
-from learner.buffer import Held, lay_out
+from learner.buffer import Held, lay_out_updates
 from learner.loop import STEPS_AHEAD
 from learner.settings import LearnerSettings
 from trajectories.schema import Pack
@@ -68,7 +68,8 @@ def train_from_memory(trainer: StepRunner, packs: Sequence[Pack], settings: Lear
                     Held(closing, pack, version_step=submitted, order=order)
                     for order, (closing, pack) in enumerate(islice(closings, settings.groups_per_step))
                 )
-                device.submit(Work(submitted, chosen, trainer.prepare(lay_out(chosen))))
+                prepared = trainer.prepare(*lay_out_updates(chosen, settings.minibatches))
+                device.submit(Work(submitted, chosen, prepared))
                 submitted += 1
             event = inbox.get()
     finally:

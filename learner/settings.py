@@ -36,6 +36,11 @@ class LearnerSettings:
 
     groups_per_step: int = 6
     """Closings that one optimizer step trains, whatever number of members each closed with."""
+    epochs: int = 1
+    """Passes that a step makes over them. A step of several updates costs one more forward pass, for the log-probs of
+    the policy that it starts from."""
+    minibatches: int = 1
+    """Parts of them, each of which makes an update of its own in every pass."""
     group_size: int = 8
     """Episodes tried for each task."""
     steps: int = 12
@@ -74,6 +79,12 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "a step needs one group", "groups_per_step", "target_groups", "rows_per_call")
+        _at_least(self, 1, "1 and 1 make one update a step", "epochs", "minibatches")
+        if self.minibatches > self.groups_per_step:
+            raise ValueError(
+                f"minibatches must be at most groups_per_step ({self.groups_per_step}), found {self.minibatches}: each "
+                "takes whole groups"
+            )
         _at_least(self, 2, "advantages compare the members of a group", "group_size")
         _at_least(self, 0, "0 trains nothing and only evaluates", "steps")
         _at_least(self, 0, "0 is on-policy; Little's law asks for p99 group time / step time", "max_staleness")

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ from learner.sharding import Sharding, ShardingSettings, abstract
 from policy.lora import Adapter, LoraSettings, adapter_shapes, init_adapter
 from policy.transformer import ModelConfig, Params, Remat, stack_layers
 from policy.weights import Weights
+from trajectories.advantages import AdvantageSettings, whitened
 from trajectories.schema import Row, kept_offsets
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -74,7 +75,7 @@ class OptimizerSettings:
     clip_norm: float = 1.0
     """The gradient is scaled down to this global norm if it is larger."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
+    """Updates over which the learning rate rises linearly. A step makes epochs × minibatches of them, see [learner]."""
 
     def __post_init__(self) -> None:
         for name, usual in (("learning_rate", 5e-4), ("clip_norm", 1.0)):
@@ -115,6 +116,8 @@ class Batch(NamedTuple):
     kept_NK: Any = None
     """Ids that each target was drawn from, -1 behind them; a row of -1 means the whole vocabulary. None in a run that
     truncates no draw: its compiled functions have no such input."""
+    proximal_N: Any = None
+    """log pi_prox, of the policy that the step starts from. None where a step makes one update, and in `prepare`."""
     sequences_N: Any = None
     """Which episode of the call a loss token belongs to, from 0; N - 1 where there is none. None in a run whose loss
     looks at tokens alone."""
@@ -140,8 +143,8 @@ class _Accumulated(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PreparedStep:
-    """The calls of one optimizer step, on the device."""
+class PreparedUpdate:
+    """The calls of one update, on the device."""
 
     calls: tuple[tuple[int, Batch], ...]
     """(bucket, batch), every batch of shape (rows_per_call, bucket)."""
@@ -150,27 +153,55 @@ class PreparedStep:
     """Episodes with loss tokens."""
     denominator: float
     """What the sum over the calls is divided by, see `learner.losses.Aggregation`."""
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """One optimizer step, on the device."""
+
+    updates: tuple[PreparedUpdate, ...]
+    """Of one pass over the step's rows: one for each minibatch."""
     rows: int
     row_tokens: int
     """Tokens of the rows, padding included."""
     used_tokens: int
     """Tokens of the rows that are no padding."""
     call_tokens: int
-    """Tokens that the device computes: `row_tokens` and the empty rows that fill up a call."""
+    """Tokens that the device computes in one pass: `row_tokens` and the empty rows that fill up a call."""
+
+    @property
+    def calls(self) -> tuple[tuple[int, Batch], ...]:
+        return tuple(call for update in self.updates for call in update.calls)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(update.loss_tokens for update in self.updates)
+
+    @property
+    def sequences(self) -> int:
+        return sum(update.sequences for update in self.updates)
+
+    @property
+    def denominator(self) -> float:
+        """Of one pass: of its minibatches together."""
+        return sum(update.denominator for update in self.updates)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimizer step did. Means and fractions are over its valid loss tokens where nothing else is said."""
+    """What one optimizer step did. Means and fractions are over its valid loss tokens where nothing else is said, and
+    over all its updates."""
 
     step: int
-    """The step number after the update."""
+    """The step number after it."""
     updated: bool
-    """False if the step had no loss tokens or its gradient was not finite: the parameters are as they were."""
+    """False if an update had no loss tokens or its gradient was not finite: it left the parameters as they were."""
+    updates: int
+    """Updates that changed the parameters."""
     loss: float
     """As the run aggregates it."""
     gradient_norm: float
-    """Before the clip."""
+    """Before the clip; the mean over the updates."""
     loss_tokens: int
     sequences: int
     """Episodes with loss tokens."""
@@ -220,12 +251,16 @@ class Trainer:
         seed: int,
         remat: bool = False,
         sharding: ShardingSettings | None = None,
+        advantages: AdvantageSettings | None = None,
+        epochs: int = 1,
+        minibatches: int = 1,
     ) -> None:
         """`params` of either layout, or still on disk; training scans over stacked layers.
 
         `temperature` is the behaviour policy's, and `max_kept` the most ids that its truncated draws keep; 0 if it
         truncates none. `seed` makes the first adapter. `remat` computes attention again in the backward pass, for less
-        memory. `sharding` None is one device.
+        memory. `sharding` None is one device. `advantages` say whether a step whitens them. A step makes `epochs`
+        passes over its rows, with an update for each of `minibatches` parts of them.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")
@@ -258,7 +293,12 @@ class Trainer:
         adapter = self._sharding.put_adapter(init_adapter(config, lora, seed))
         optimizer_state = self._place_optimizer(self._program.transformation.init(adapter))
         self._state = TrainState(adapter, optimizer_state, self._put_step(0))
+        self._whiten = advantages is not None and advantages.whiten
+        self._epochs = epochs
+        self._looks_back = epochs * minibatches > 1
+        """Whether pi_prox is another policy than pi in some update."""
         self._compiled: dict[int, Callable[..., Any]] = {}
+        self._proximal: dict[int, Callable[..., Any]] = {}
         self._zeros: Callable[[], _Accumulated] | None = None
         self._apply: Callable[..., Any] | None = None
 
@@ -308,7 +348,11 @@ class Trainer:
         params, state = jax.tree.map(abstract, (self._params, self._state))
         zeros = program.lower_zeros().compile()
         for bucket in self._buckets:
-            self._compiled[bucket] = program.lower_accumulate(params, program.abstract_batch(bucket)).compile()
+            batch = program.abstract_batch(bucket)
+            if self._looks_back:
+                self._proximal[bucket] = program.lower_logprobs(params, batch).compile()
+                batch = batch._replace(proximal_N=batch.behaviour_N)
+            self._compiled[bucket] = program.lower_accumulate(params, batch).compile()
         self._apply = program.lower_update(state).compile()
         self._zeros = zeros
         return time.perf_counter() - began
@@ -320,8 +364,25 @@ class Trainer:
 
     # Host side
 
-    def prepare(self, rows: Sequence[Row]) -> PreparedStep:
-        """Lay out one optimizer step and move it to the device. From any thread; it never touches the state."""
+    def prepare(self, *minibatches: Sequence[Row]) -> PreparedStep:
+        """Lay out one optimizer step and move it to the device. From any thread; it never touches the state.
+
+        Each argument holds the rows of one update.
+        """
+        rows = tuple(row for minibatch in minibatches for row in minibatch)
+        if self._whiten:
+            white = iter(whitened(rows))
+            minibatches = tuple([next(white) for _ in minibatch] for minibatch in minibatches)
+        updates = tuple(self._lay_update(minibatch) for minibatch in minibatches)
+        return PreparedStep(
+            updates=updates,
+            rows=len(rows),
+            row_tokens=sum(row.bucket for row in rows),
+            used_tokens=sum(row.used for row in rows),
+            call_tokens=sum(bucket * self._rows_per_call for update in updates for bucket, _ in update.calls),
+        )
+
+    def _lay_update(self, rows: Sequence[Row]) -> PreparedUpdate:
         by_bucket: dict[int, list[Row]] = {bucket: [] for bucket in self._buckets}
         for row in rows:
             if row.bucket not in by_bucket:
@@ -337,15 +398,11 @@ class Trainer:
                 loss_tokens += int(batch.counts_S.sum())
                 sequences += found
                 calls.append((bucket, self._put_batch(batch)))
-        return PreparedStep(
+        return PreparedUpdate(
             calls=tuple(calls),
             loss_tokens=loss_tokens,
             sequences=sequences,
             denominator=self._loss.denominator(loss_tokens, sequences),
-            rows=len(rows),
-            row_tokens=sum(row.bucket for row in rows),
-            used_tokens=sum(row.used for row in rows),
-            call_tokens=sum(bucket * self._rows_per_call for bucket, _ in calls),
         )
 
     def _batch(self, bucket: int, rows: Sequence[Row]) -> tuple[Batch, int]:
@@ -408,54 +465,99 @@ class Trainer:
     # The step
 
     def run(self, prepared: PreparedStep, *, interrupted: Callable[[], bool] = never) -> StepMetrics | None:
-        """Accumulate over the calls, apply one update, and wait until it is done.
+        """Make the step's updates, each by accumulating over its calls, and wait until they are done.
 
-        `interrupted` is asked before every call and before the update; when it says so the step is given up: None, and
-        the state is as it was.
+        `interrupted` is asked before every call and before every update; when it says so the step is given up: None,
+        and the state is as it was.
         """
-        accumulated = self._gather(prepared, interrupted)
-        if accumulated is None or interrupted():
-            return None
         if self._apply is None:
             raise RuntimeError("Trainer.compile() must run before the first step")
-        denominator = self._put_scalar(np.float32(prepared.denominator))
-        state, norm, updated = self._apply(self._state, accumulated.gradient, denominator)
+        updates = self._with_proximal(prepared.updates, interrupted)
+        if updates is None:
+            return None
+        state, sums, done = self._state, None, []
+        for number in range(1, self._epochs * len(updates) + 1):
+            update = updates[(number - 1) % len(updates)]
+            accumulated = self._gather(state.adapter, update.calls, interrupted, sums)
+            if accumulated is None or interrupted():
+                return None
+            sums = accumulated.sums
+            denominator = self._put_scalar(np.float32(update.denominator))
+            advance = self._put_step(int(number == self._epochs * len(updates)))
+            state, norm, changed = self._apply(state, accumulated.gradient, denominator, advance)
+            done.append((norm, changed))
         jax.block_until_ready(state)
         self._state = state
-        return self._metrics(prepared, accumulated.sums, float(norm), bool(updated))
+        assert sums is not None
+        norms, changes = ([value.item() for value in values] for values in zip(*done, strict=True))
+        return self._metrics(prepared, sums, norms, changes)
+
+    def _with_proximal(
+        self, updates: tuple[PreparedUpdate, ...], interrupted: Callable[[], bool]
+    ) -> tuple[PreparedUpdate, ...] | None:
+        """The updates with the log-probs of the policy that the step starts from, where some update needs them."""
+        if not self._looks_back:
+            return updates
+        found = []
+        previous: Any = None
+        for update in updates:
+            calls = []
+            for bucket, batch in update.calls:
+                jax.block_until_ready(previous)
+                if interrupted():
+                    return None
+                proximal_N = self._proximal[bucket](self._params, self._state.adapter, batch)
+                previous = proximal_N
+                calls.append((bucket, batch._replace(proximal_N=proximal_N)))
+            found.append(replace(update, calls=tuple(calls)))
+        return tuple(found)
 
     def gradient(self, prepared: PreparedStep) -> tuple[Adapter, LossSums]:
-        """The step's gradient, divided by the global denominator, and its sums. Changes nothing."""
-        accumulated = self._gather(prepared, never)
+        """The gradient of a step of one update, divided by the global denominator, and its sums. Changes nothing."""
+        updates = self._with_proximal(prepared.updates, never)
+        assert updates is not None
+        (update,) = updates
+        accumulated = self._gather(self._state.adapter, update.calls, never)
         assert accumulated is not None
         scale = np.float32(1 / max(prepared.denominator, 1))
         return jax.tree.map(lambda x: np.asarray(x) * scale, accumulated.gradient), accumulated.sums
 
-    def _gather(self, prepared: PreparedStep, interrupted: Callable[[], bool]) -> _Accumulated | None:
+    def _gather(
+        self,
+        adapter: Adapter,
+        calls: Sequence[tuple[int, Batch]],
+        interrupted: Callable[[], bool],
+        earlier: LossSums | None = None,
+    ) -> _Accumulated | None:
+        """The gradient over the calls, and `earlier` with their sums."""
         if self._zeros is None:
             raise RuntimeError("Trainer.compile() must run before the first step")
         gradient, sums = self._zeros()
+        sums = sums if earlier is None else earlier
         previous: LossSums | None = None
-        for bucket, batch in prepared.calls:
+        for bucket, batch in calls:
             # At most two calls are in flight: the device never waits for the host, and an interrupt not for a queue.
             jax.block_until_ready(previous)
             if interrupted():
                 return None
             previous = sums
-            gradient, sums = self._compiled[bucket](gradient, sums, self._state.adapter, self._params, batch)
+            gradient, sums = self._compiled[bucket](gradient, sums, adapter, self._params, batch)
         return _Accumulated(gradient, sums)
 
-    def _metrics(self, prepared: PreparedStep, sums: LossSums, norm: float, updated: bool) -> StepMetrics:
+    def _metrics(
+        self, prepared: PreparedStep, sums: LossSums, norms: Sequence[float], changes: Sequence[bool]
+    ) -> StepMetrics:
         total = {name: float(value) for name, value in sums._asdict().items()}
         valid = max(total["tokens"] - total["invalid"], 1.0)
         return StepMetrics(
             step=self.step_number,
-            updated=updated,
-            loss=total["loss"] / max(prepared.denominator, 1.0),
-            gradient_norm=norm,
+            updated=all(changes),
+            updates=sum(changes),
+            loss=total["loss"] / max(self._epochs * prepared.denominator, 1.0),
+            gradient_norm=sum(norms) / len(norms),
             loss_tokens=prepared.loss_tokens,
             sequences=prepared.sequences,
-            invalid_tokens=int(total["invalid"]),
+            invalid_tokens=round(total["invalid"] / self._epochs),
             rows=prepared.rows,
             row_tokens=prepared.row_tokens,
             used_tokens=prepared.used_tokens,
@@ -562,12 +664,19 @@ class StepProgram:
         function = jax.jit(self._accumulate, donate_argnums=0, out_shardings=_places(accumulated))
         return function.lower(*accumulated, self.abstract_state().adapter, params, batch)
 
+    def lower_logprobs(self, params: Params, batch: Batch) -> Any:
+        """(params, adapter, batch) -> log-probs of the loss tokens, lowered for abstract `params` and `batch`."""
+        function = jax.jit(self._logprobs, out_shardings=batch.behaviour_N.sharding)
+        return function.lower(params, self.abstract_state().adapter, batch)
+
     def lower_update(self, state: TrainState) -> Any:
-        """(state, gradient, denominator) -> (state, norm, whether it changed), lowered for an abstract state."""
+        """(state, gradient, denominator, steps it counts) -> (state, norm, whether it changed), lowered for an abstract
+        state."""
         replicated = self._sharding.replicated
         denominator = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
         function = jax.jit(self._update, donate_argnums=1, out_shardings=(_places(state), replicated, replicated))
-        return function.lower(state, self._abstract_accumulated().gradient, denominator)
+        advance = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+        return function.lower(state, self._abstract_accumulated().gradient, denominator, advance)
 
     # Traced functions
 
@@ -592,6 +701,7 @@ class StepProgram:
                 batch.advantages_N,
                 batch.mask_N(),
                 self._loss,
+                proximal_N=batch.proximal_N,
                 reference_N=reference_N,
                 sequences_N=batch.sequences_N,
             )
@@ -620,7 +730,7 @@ class StepProgram:
             batch.kept_NK,
         )
 
-    def _update(self, state: TrainState, gradient: Any, denominator: Any) -> tuple[TrainState, Any, Any]:
+    def _update(self, state: TrainState, gradient: Any, denominator: Any, advance: Any) -> tuple[TrainState, Any, Any]:
         """One optimizer update -> (state, gradient norm, whether the parameters changed)."""
         gradient = jax.tree.map(lambda x: x / jnp.maximum(denominator, 1.0), gradient)
         norm = optax.global_norm(gradient)
@@ -631,7 +741,7 @@ class StepProgram:
         adapter, optimizer = jax.tree.map(
             lambda new, old: jnp.where(usable, new, old), (adapter, optimizer), (state.adapter, state.optimizer)
         )
-        return TrainState(adapter, optimizer, state.step + 1), norm, usable
+        return TrainState(adapter, optimizer, state.step + advance), norm, usable
 
 
 def _places(arrays: Any) -> Any:

@@ -38,6 +38,7 @@ from policy.adapters import AdapterStore, BadAdapter, Lease, claim_incarnation, 
 from policy.lora import Adapter, LoraSettings
 from policy.transformer import ModelConfig
 from policy.weights import LoadedModel, ModelSettings, load_model
+from trajectories.advantages import AdvantageSettings
 from trajectories.packing import PackingSettings
 from trajectories.storage import FolderStorage, Storage, open_storage
 from trajectories.topics import Topics
@@ -71,6 +72,7 @@ class LearnerSpec:
     lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     packing: PackingSettings = field(default_factory=PackingSettings)
     temperature: float = 1.0
     """Of the sampler in training."""
@@ -100,6 +102,9 @@ def make_trainer(spec: LearnerSpec, model: LoadedModel) -> Trainer:
         max_kept=spec.max_kept,
         seed=spec.seed,
         remat=spec.learner.remat,
+        advantages=spec.advantages,
+        epochs=spec.learner.epochs,
+        minibatches=spec.learner.minibatches,
     )
 
 

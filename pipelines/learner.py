@@ -24,6 +24,7 @@ def learner_spec(run: Run) -> LearnerSpec:
         lora=run.lora,
         optimizer=run.optimizer,
         loss=run.loss,
+        advantages=run.advantages,
         packing=run.packing,
         temperature=run.sampling.temperature,
         max_kept=run.sampling.max_kept if run.sampling.truncates else 0,

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner.losses import LossSettings, policy_loss
+from learner.losses import Aggregation, Anchor, KlPlace, LossSettings, policy_loss
 from learner.step import OptimizerSettings, Trainer
 from policy.lora import LoraSettings
 from policy.transformer import ModelConfig, hidden_states, unembed, visible
+from trajectories.advantages import AdvantageSettings
 from trajectories.packing import pack
 from trajectories.schema import Closing, Episode, kept_offsets
 
@@ -57,6 +58,7 @@ def build(
     optimizer=None,
     remat=False,
     max_kept=0,
+    **more,
 ):
     return Trainer(
         config,
@@ -70,6 +72,7 @@ def build(
         max_kept=max_kept,
         seed=3,
         remat=remat,
+        **more,
     )
 
 
@@ -192,18 +195,25 @@ def per_token(groups, value):
     )
 
 
-def plain_gradient(adapter, groups, temperature, loss, config):
+def plain_loss(groups, temperature, loss, config):
+    """(adapter, log pi_prox or None) -> the step's loss."""
     mask = per_token(groups, lambda episode, _: episode.loss_mask_T)
     behaviour = per_token(groups, lambda episode, _: episode.logprobs_T)
     advantages = per_token(groups, lambda episode, advantage: np.full(len(episode), advantage, np.float32))
+    sequences = np.broadcast_to(np.arange(len(mask))[:, None], mask.shape)
 
-    @jax.jit
-    def total(adapter):
+    def total(adapter, proximal=None):
         reference = plain_logprobs(None, groups, temperature, config) if loss.kl_coefficient else None
         logprobs = plain_logprobs(adapter, groups, temperature, config)
-        return policy_loss(logprobs, behaviour, advantages, mask, loss, reference_N=reference)[0] / mask.sum()
+        more = {"reference_N": reference, "sequences_N": sequences, "proximal_N": proximal}
+        value, _ = policy_loss(logprobs, behaviour, advantages, mask, loss, **more)
+        return value / loss.denominator(mask.sum(), len(mask))
 
-    return jax.value_and_grad(total)(adapter)
+    return total
+
+
+def plain_gradient(adapter, groups, temperature, loss, config):
+    return jax.jit(jax.value_and_grad(plain_loss(groups, temperature, loss, config)))(adapter)
 
 
 @pytest.fixture
@@ -291,6 +301,43 @@ def test_any_split_into_rows_gives_the_same_gradient(trainer):
         assert prepared.loss_tokens == sums.tokens == expected_sums.tokens
         np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-5, atol=1e-4)
         assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossSettings(policy_loss="gspo", correction="none", aggregation=Aggregation.SEQUENCE_MEAN),
+        LossSettings(
+            correction="sequence_tis",
+            aggregation=Aggregation.CONSTANT,
+            constant_length=9,
+            kl_coefficient=0.2,
+            kl_in=KlPlace.REWARD,
+        ),
+    ],
+    ids=lambda loss: f"{loss.policy_loss}-{loss.aggregation}",
+)
+def test_what_looks_at_whole_episodes_does_not_depend_on_the_split_either(loss):
+    """And equals the loss of one episode per row, by the plainest means."""
+    trainer = make_trainer(loss=loss)
+    groups = closings(seed=5)
+    episodes = sum(len(c.episodes) for c in groups)
+    expected = None
+    for rows in (
+        packed_rows(groups),
+        packed_rows(groups[::-1], bucket=64),
+        unpacked_rows(groups),
+        [*packed_rows(groups[:2], 64), *unpacked_rows(groups[2:4], 64), *packed_rows(groups[4:], 128)],
+    ):
+        prepared = trainer.prepare(rows)
+        assert (prepared.sequences, prepared.denominator) == (episodes, loss.denominator(-1, episodes))
+        gradient, sums = trainer.gradient(prepared)
+        expected = expected or (gradient, sums)
+        assert_close(gradient, expected[0])
+        np.testing.assert_allclose(sums.loss, expected[1].loss, rtol=1e-5, atol=1e-4)
+    value, plain = plain_gradient(trainer.adapter, groups, 1.0, loss, CONFIG)
+    np.testing.assert_allclose(expected[1].loss / prepared.denominator, value, rtol=1e-4)
+    assert_close(expected[0], plain, tolerance=1e-4)
 
 
 def test_remat_and_rows_per_call_change_nothing(trainer):
@@ -410,6 +457,67 @@ def test_a_restored_trainer_takes_the_same_next_step():
     assert other.step_number == 1
     assert other.run(other.prepare(rows)) == uninterrupted
     assert_identical(other.state(), expected)
+
+
+UPDATES = {"epochs": 2, "minibatches": 2, "buckets": (128,)}
+
+
+def test_several_updates_of_a_step_keep_near_the_policy_that_it_starts_from():
+    """Decoupled PPO, by the plainest means: pi_prox is the policy at the start of the step in every update of it."""
+    loss = LossSettings(clip_anchor=Anchor.PROXIMAL, clip_low=0.02, clip_high=0.02)
+    settings = OptimizerSettings(learning_rate=0.02, warmup_steps=2)
+    trainer = make_trainer(loss=loss, optimizer=settings, **UPDATES)
+    groups = closings(seed=19)
+    parts = groups[0::2], groups[1::2]
+    prepared = trainer.prepare(*(packed_rows(part) for part in parts))
+    assert [len(update.calls) > 0 for update in prepared.updates] == [True, True]
+
+    adapter = first = jax.tree.map(np.array, trainer.adapter)
+    transformation = settings.transformation()
+    moments = transformation.init(adapter)
+    differentiate = [jax.jit(jax.grad(plain_loss(part, 1.0, loss, CONFIG))) for part in parts]
+    proximal = [jax.jit(functools.partial(plain_logprobs, groups=part))(first) for part in parts]
+    for part in (0, 1, 0, 1):
+        gradient = differentiate[part](adapter, proximal[part])
+        change, moments = transformation.update(gradient, moments, adapter)
+        adapter = jax.tree.map(lambda x, y: x + y, adapter, change)
+
+    metrics = trainer.run(prepared)
+    assert (metrics.updates, metrics.updated, trainer.step_number) == (4, True, 1)
+    assert 0 < metrics.clipped_fraction < 1
+    for new, old, expected in zip(leaves(trainer.adapter), leaves(first), leaves(adapter), strict=True):
+        np.testing.assert_allclose(new - old, expected - old, rtol=0, atol=2e-3 * np.abs(expected - old).max())
+
+
+def test_a_step_of_several_updates_is_interrupted_and_resumed_whole():
+    rows = [packed_rows(part) for part in (closings(seed=20)[:3], closings(seed=20)[3:])]
+    trainer = make_trainer(**UPDATES)
+    compiled = trainer.compiles
+    prepared = trainer.prepare(*rows)
+    trainer.run(prepared)
+    saved = jax.tree.map(np.asarray, trainer.state())
+    asked = []
+    undisturbed = trainer.run(prepared, interrupted=lambda: asked.append(0) or False)
+    expected = jax.tree.map(np.array, trainer.state())
+    assert len(asked) == 3 * len(prepared.calls) + 4  # each call three times, with that of pi_prox, and each update
+    trainer.restore(saved)
+    for stop_at in range(len(asked)):
+        answers = iter([False] * stop_at + [True])
+        assert trainer.run(prepared, interrupted=lambda answers=answers: next(answers)) is None
+        assert_identical(saved, trainer.state())
+    assert trainer.run(prepared) == undisturbed
+    assert_identical(expected, trainer.state())
+    assert trainer.compiles == compiled
+
+
+def test_a_step_whitens_its_advantages_whatever_minibatch_they_lie_in():
+    trainer = build(advantages=AdvantageSettings("reinforce++"), minibatches=2)
+    groups = closings(seed=21)
+    calls = trainer.prepare(packed_rows(groups[:2]), unpacked_rows(groups[2:])).calls
+    found = np.concatenate([np.asarray(batch.advantages_N)[np.asarray(batch.mask_N())] for _, batch in calls])
+    assert len(found) == sum(e.sampled_tokens for c in groups for e in c.episodes)
+    assert abs(found.mean()) < 1e-5
+    assert abs(found.std() - 1) < 1e-5
 
 
 def test_state_of_another_adapter_is_refused(trainer):
