@@ -2,7 +2,7 @@
 
 from setuptools import setup
 
-PACKAGES = ["trajectories", "policy", "environments", "transforms", "learner", "emulator", "pipelines"]
+PACKAGES = ["trajectories", "policy", "environments", "environments.sandbox", "transforms", "learner", "emulator", "pipelines"]
 
 setup(
     name="headrace",
@@ -26,6 +26,7 @@ setup(
         "numpy>=2.4",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8,<0.13",
+        "pydantic-monty-runtime>=1.4,<2",
         "safetensors>=0.8",
         "tokenizers>=0.22",
         "zstandard>=0.25",
