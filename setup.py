@@ -1,8 +1,8 @@
 """Packaging of Headrace. The lock that deployments install is requirements.lock (`make lock` renews it)."""
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-PACKAGES = ["trajectories", "policy", "environments", "environments.sandbox", "transforms", "learner", "emulator", "pipelines"]
+PACKAGES = ["trajectories", "policy", "environments", "transforms", "learner", "emulator", "pipelines"]
 
 setup(
     name="headrace",
@@ -10,7 +10,7 @@ setup(
     description="Reinforcement learning for tool-using LLM agents that keeps the accelerator busy",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=PACKAGES,
+    packages=find_packages(include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)]),
     package_data={"policy": ["py.typed", "assets/*/*"]},
     install_requires=[
         "aiohttp>=3.13,<4",
