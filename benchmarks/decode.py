@@ -3,7 +3,7 @@
 SmolLM2-135M in float32, everything in one run, ours and theirs in turns. The reference runs in an environment of its
 own, which `make bench-decode` builds.
 
-    python -m benchmarks.decode --json
+    python -m benchmarks.decode --json     # in the repository's root
 """
 
 from __future__ import annotations

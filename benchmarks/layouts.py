@@ -2,7 +2,7 @@
 
 Shapes of SmolLM2-135M in float32: every variant computes the same numbers from the same arrays in another layout.
 
-    python -m benchmarks.layouts --json
+    python -m benchmarks.layouts --json     # in the repository's root
 """
 
 from __future__ import annotations

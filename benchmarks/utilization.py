@@ -4,7 +4,7 @@ The real path (Pub/Sub server, Beam job, learner) with a simulated policy on the
 path is measured; tools of 1 s and 5 s; slots and staleness by Little's law. Beside it the same learner fed from memory,
 and Headrace itself in synchronous mode. The learner's model is sized in the same run so that a step takes about 0.5 s.
 
-    python -m benchmarks.utilization --json
+    python -m benchmarks.utilization --json     # in the repository's root
 """
 
 from __future__ import annotations

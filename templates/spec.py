@@ -1,4 +1,4 @@
-"""The Flex Template's spec: the JSON object on Cloud Storage that a launch request points at.
+"""The Flex Template's spec: the JSON object on Cloud Storage that a launch request points at. In the repository's root:
 
     python -m templates.spec --image REGION-docker.pkg.dev/PROJECT/headrace/rollouts:TAG \\
         --out gs://BUCKET/templates/rollouts.json

@@ -1,4 +1,4 @@
-"""The table of design.md §2: which room may import which, lazily or not."""
+"""The table of docs/architecture.md: which room may import which, lazily or not."""
 
 import ast
 from pathlib import Path
