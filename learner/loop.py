@@ -12,12 +12,13 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from learner import background as bg
 from learner.acks import Acks
+from learner.alarms import Alarm, AlarmSettings
 from learner.buffer import Buffer, fault, lay_out_updates
 from learner.checkpoints import Snapshot
 from learner.evaluation import Evaluation, EvaluationReport
@@ -122,6 +123,7 @@ class Parts:
     inbox: queue.SimpleQueue[Any]
     clock: Callable[[], float]
     say: Callable[[str], None]
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)
 
 
 class Loop:
@@ -137,6 +139,7 @@ class Loop:
         self._acks = Acks()
         self._stalls = StallClock(self._tally.busy_s, self._tally.stalls)
         self._lag = AdapterLag()
+        self._alarm = Alarm(parts.alarms)
         self._feeder = Feeder(parts.run_id, parts.learner, parts.ledger, parts.tasks.task, parts.outbox.task, self._now)
         self._phase = Phase.PREPARING
         self.ending: Ending | None = None
@@ -524,6 +527,8 @@ class Loop:
         for episode in contrast(held.closing for held in work.chosen):
             self._p.samples.append(sample_line(self._step, "train", episode))
         self._p.say(step_line(record, self._settings.steps))
+        for text in self._alarm.check(record, self._now):
+            logger.warning("%s", text)
 
     def _record(self, done: bg.StepDone) -> dict[str, Any]:
         """Count the step into the totals; its line of metrics.jsonl."""

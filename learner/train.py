@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from learner.alarms import AlarmSettings
 from learner.background import AdapterPublisher, CheckpointWriter, Device
 from learner.checkpoints import Checkpoints
 from learner.clients import publisher_client
@@ -81,6 +82,7 @@ class LearnerSpec:
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)
 
 
 def say_aloud(text: str) -> None:
@@ -198,6 +200,7 @@ def _train(
             inbox=inbox,
             clock=clock,
             say=say,
+            alarms=spec.alarms,
         )
     )
     try:

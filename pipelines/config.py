@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.environment import EnvironmentSettings
+from learner.alarms import AlarmSettings
 from learner.algorithms import ALGORITHMS, DEFAULT
 from learner.losses import LossSettings
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
@@ -70,6 +71,7 @@ class Run:
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    alarms: AlarmSettings = field(default_factory=AlarmSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     cloud: CloudSettings = field(default_factory=CloudSettings)

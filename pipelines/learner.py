@@ -31,6 +31,7 @@ def learner_spec(run: Run) -> LearnerSpec:
         learner=run.learner,
         checkpoints=run.checkpoints,
         evaluation=run.evaluation,
+        alarms=run.alarms,
     )
 
 

@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from emulator.testing import ServerProcess
+from learner.alarms import AlarmSettings
 from learner.clients import publisher_client
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.train import LearnerSpec, train
@@ -121,6 +122,20 @@ def test_a_whole_run(spec: LearnerSpec, tmp_path: Path) -> None:
     assert latest is not None
     assert latest.version == Version(4, 1)
     assert any(part["b"].any() for part in store.load(latest.version).values())
+
+
+def test_several_updates_a_step_and_an_alarm_about_what_they_trained_on(
+    spec: LearnerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One step is one version and one line, whatever number of updates it made."""
+    learner = replace(spec.learner, steps=2, epochs=2, minibatches=3)
+    spec = replace(spec, learner=learner, alarms=AlarmSettings(effective_sample_size=1.0, every_s=1e6))
+    status, summary = run(spec, tmp_path)
+    check_books(spec, tmp_path)
+    assert (status, summary["version"], summary["compiles_after_warmup"]) == (0, "2.1", 0)
+    assert [step["updates"] for step in steps_of(tmp_path)] == [6, 6]
+    (warning,) = [text for text in caplog.messages if "effective_sample_size is" in text]
+    assert "below alarms.effective_sample_size = 1" in warning
 
 
 def test_one_group_a_step_on_policy_with_a_failing_member_in_each(spec: LearnerSpec, tmp_path: Path) -> None:
