@@ -21,6 +21,8 @@ from pathlib import Path
 LINKED = ("summary.json", "metrics.jsonl")
 ENDED = "ended.json"
 LOCK = ".supervisor.lock"
+MOST_SHOWN = 8
+"""Run folders that an error lists."""
 
 
 class AttemptError(RuntimeError):
@@ -130,7 +132,7 @@ def find_attempt(folder: Path) -> Attempt:
     if any((folder / name).is_file() for name in LINKED):
         return Attempt(folder.resolve())
     runs = sorted(str(path.parent) for place in (folder, folder.parent) for path in place.glob("*/latest"))
-    near = f"; there is {', '.join(runs)}" if runs else ""
+    near = f"; there is {', '.join(runs[:MOST_SHOWN])}" + (", ..." if len(runs) > MOST_SHOWN else "") if runs else ""
     raise AttemptError(f"{folder} is no run folder: it holds no run.json and no latest/run.json{near}")
 
 

@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _add_stack_arguments(parser: argparse.ArgumentParser, *, resumable: bool = True) -> None:
+def _add_stack_arguments(parser: argparse.ArgumentParser, *, resumable: bool = True, out: str = "runs/<name>") -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
     parser.add_argument("--seed", type=int, help="the run's seed")
-    parser.add_argument("--out", type=Path, help="the run folder (default: runs/<name>)")
+    parser.add_argument("--out", type=Path, help=f"the run folder (default: {out})")
     if resumable:
         parser.add_argument(
             "--resume",
@@ -103,7 +103,7 @@ def _add_eval(commands: Any) -> None:
         metavar="FOLDER",
         help="an adapter in PEFT layout, such as RUN/latest/adapters/<version> (default: the base model)",
     )
-    _add_stack_arguments(parser, resumable=False)
+    _add_stack_arguments(parser, resumable=False, out="runs/<name>-eval")
     parser.set_defaults(handler=_evaluate)
 
 
