@@ -79,21 +79,32 @@ class Room:
     folder_bytes: int
 
     def build(self, sources: Mapping[str, int], hidden: Sequence[str]) -> None:
-        """Bind `sources` (path -> descriptor), read-only and at the same path, cover `hidden`, make the folder."""
-        for path, descriptor in sources.items():
-            target = self.root + path
-            if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-                os.makedirs(target, exist_ok=True)
+        """Bind `sources` (path -> descriptor), read-only and at the same path; of `hidden` folders below them nothing
+        shows but what is a source itself; make the folder."""
+        inside = [path for path in sources if any(path.startswith(cover + "/") for cover in hidden)]
+        for path in sources:
+            if path not in inside:
+                self._bind(path, sources[path])
+        covers = [self.root + path for path in hidden if os.path.isdir(self.root + path)]
+        for cover in covers:
+            _mount("none", cover, "tmpfs", _NOSUID | _NODEV | _NOEXEC, "size=1m,mode=0755")
+        for path in inside:
+            self._bind(path, sources[path])
+        for cover in covers:
+            _read_only(cover, recursive=False)
+        os.makedirs(self.root + FOLDER)
+        self._mount_folder()
+
+    def _bind(self, path: str, descriptor: int) -> None:
+        target, source = self.root + path, f"/proc/self/fd/{descriptor}"
+        if not os.path.exists(target):  # or else a folder above is bound already
+            if os.path.isdir(source):
+                os.makedirs(target)
             else:
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 Path(target).touch()
-            _mount(f"/proc/self/fd/{descriptor}", target, "", _BIND | _REC)
-            _read_only(target, recursive=True)
-        for path in hidden:
-            if os.path.isdir(self.root + path):
-                _mount("none", self.root + path, "tmpfs", _NOSUID | _NODEV | _NOEXEC | _RDONLY, "size=4k,mode=0555")
-        os.makedirs(self.root + FOLDER)
-        self._mount_folder()
+        _mount(source, target, "", _BIND | _REC)
+        _read_only(target, recursive=True)
 
     def _mount_folder(self) -> None:
         options = f"size={self.folder_bytes},nr_inodes=1024,mode=0700,uid={self.user},gid={self.user}"

@@ -468,7 +468,10 @@ class _Server:
             os.write(2, b"error: SyntaxError: source code cannot contain null bytes")
             os._exit(1)
         limits = ["--max-memory", f"{order.memory_mb}MB", "--max-sleep", "inf", "--max-recursion-depth", "1000"]
-        given = [f"-c{text}"] if text.startswith("-") else ["-c", text]
+        if not text.startswith("-"):
+            given = ["-c", text or "None"]
+        else:  # it would be taken for an option
+            given = [f"-c{text}"]
         os.execve(program, [program, *limits, *given], {})
 
 
@@ -518,6 +521,8 @@ def _temptations(folder: bool) -> dict[str, str]:
 def _execute(text: str, seed: int, output_bytes: int) -> None:
     """Run `text` as a module's code; the value of a last expression is its result. Ends the process."""
     random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     linecache.cache["<code>"] = (len(text), None, text.splitlines(keepends=True), "<code>")
