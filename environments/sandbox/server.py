@@ -468,10 +468,8 @@ class _Server:
             os.write(2, b"error: SyntaxError: source code cannot contain null bytes")
             os._exit(1)
         limits = ["--max-memory", f"{order.memory_mb}MB", "--max-sleep", "inf", "--max-recursion-depth", "1000"]
-        if not text.startswith("-"):
-            given = ["-c", text or "None"]
-        else:  # it would be taken for an option
-            given = [f"-c{text}"]
+        # what begins like an option would be taken for one
+        given = [f"-c{text}"] if text.startswith("-") else ["-c", text or "None"]
         os.execve(program, [program, *limits, *given], {})
 
 
