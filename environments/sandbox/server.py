@@ -142,6 +142,8 @@ def _prepare(control: socket.socket, order: Order) -> _Server:
                 importlib.import_module(name)
         for name in order.packages:
             importlib.import_module(name)
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")  # it has a generator of its own to be seeded
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(f"importing {', '.join(order.packages)} started {threads - 1} threads, which do not fork")
 
