@@ -23,13 +23,14 @@ from jax.sharding import Mesh, PartitionSpec
 from learner.attention import NO_WINDOW, RowLayout, row_attention
 from learner.sharding import Sharding
 from policy.lora import Adapter
+from policy.settings import Remat
 from policy.transformer import (
     RESIDUAL,
     WHOLE,
+    Kernel,
     LayerAttend,
     ModelConfig,
     Params,
-    Remat,
     attention,
     blocked_attention,
     final_norm,
@@ -43,7 +44,7 @@ from policy.transformer import (
 )
 
 Array = Any
-_CHUNK = 512
+CHUNK = 512
 """Loss tokens of one device whose logits exist at a time: an accelerator wants larger products than a CPU."""
 
 
@@ -172,7 +173,8 @@ class MeshModel:
         windowed_BTT = visible_BTT
         if config.sliding_window is not None:
             windowed_BTT = windowed(visible_BTT, layout.positions_BT, config.sliding_window)
-        kernel = {"cpu": blocked_attention, "gpu": _gpu_attention}.get(self._sharding.platform, attention)
+        kernels: dict[str, Kernel] = {"cpu": blocked_attention, "gpu": _gpu_attention}
+        kernel = kernels.get(self._sharding.platform, attention)
 
         def attend(q: Array, k: Array, v: Array, local: bool | Array) -> Array:
             def each(q: Array, k: Array, v: Array, visible: Array) -> Array:
@@ -257,7 +259,7 @@ def _head_forward(
             table = lax.all_gather(table, embed, axis=1, tiled=True)
         hidden = hidden.reshape(-1, hidden.shape[-1])[predecessors]
         return logprobs_and_slopes(
-            head.config, table, hidden, targets, count[0], head.temperature, kept, chunk=_CHUNK, axis="tensor"
+            head.config, table, hidden, targets, count[0], head.temperature, kept, chunk=CHUNK, axis="tensor"
         )
 
     rows = PartitionSpec(head.rows)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from policy.settings import Remat
+
 
 class StalenessPolicy(StrEnum):
     """What the learner does about groups that would train past the staleness bound."""
@@ -68,8 +70,8 @@ class LearnerSettings:
     """Seconds without any sign of progress after which the learner gives up and says what is missing."""
     rows_per_call: int = 2
     """Rows of one bucket that one compiled call computes."""
-    remat: bool = True
-    """Keep the projections' outputs and compute attention again in the backward pass: about half the memory."""
+    remat: Remat = Remat.ATTENTION
+    """What the backward pass computes again instead of keeping it in memory."""
     publish_interval_s: float | None = None
     """Least seconds between two published adapters. Left out: 0 for a folder and 1 for gs://, which allows no more."""
     keep_adapters: int = 4

@@ -92,6 +92,20 @@ class ShardingSettings:
         return self.data * self.fsdp * self.tensor
 
 
+def partition(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> PartitionSpec:
+    """The partition of an array whose dimensions have these logical names, on a mesh of these sizes."""
+
+    def spread(axis: str | None, size: int) -> tuple[str, ...] | None:
+        mesh_axes = tuple(name for name in RULES[axis] if mesh[name] > 1) if axis else ()
+        return mesh_axes if mesh_axes and size % _size(mesh_axes, mesh) == 0 else None
+
+    return PartitionSpec(*(spread(axis, size) for axis, size in zip(axes, shape, strict=True)))
+
+
+def _size(mesh_axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[name] for name in mesh_axes)
+
+
 class Sharding:
     """Places arrays on the mesh of `settings`, over the first of `devices`: by default, those of this process."""
 
@@ -126,7 +140,7 @@ class Sharding:
     @property
     def shares(self) -> int:
         """Shares that the rows of a call are spread in."""
-        return self._size(RULES["rows"])
+        return _size(RULES["rows"], self.mesh.shape)
 
     @property
     def rows_spec(self) -> tuple[str, ...]:
@@ -135,18 +149,11 @@ class Sharding:
 
     def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The partition of an array whose dimensions have these logical names; None is not spread."""
-        return PartitionSpec(*(self._mesh_axes(axis, size) for axis, size in zip(axes, shape, strict=True)))
-
-    def _mesh_axes(self, axis: str | None, size: int) -> tuple[str, ...] | None:
-        mesh_axes = tuple(name for name in RULES[axis] if self.mesh.shape[name] > 1) if axis else ()
-        return mesh_axes if mesh_axes and size % self._size(mesh_axes) == 0 else None
-
-    def _size(self, mesh_axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[name] for name in mesh_axes)
+        return partition(axes, shape, self.mesh.shape)
 
     def vocabulary(self, vocab_size: int) -> int:
         """Rows of the tables: tokens, and what fills up the last share."""
-        share = self._size(RULES["vocab"])
+        share = _size(RULES["vocab"], self.mesh.shape)
         return -(-vocab_size // share) * share
 
     # What is traced
@@ -167,7 +174,7 @@ class Sharding:
         layer = {name: gathered(array, PARAMETER_AXES[name]) for name, array in layer.items()}
         if share is not None:
             share = {
-                name: {part: gathered(array, _adapter_axes(name)[part][1:]) for part, array in parts.items()}
+                name: {part: gathered(array, adapter_axes(name)[part][1:]) for part, array in parts.items()}
                 for name, parts in share.items()
             }
         return layer, share
@@ -204,7 +211,7 @@ class Sharding:
     def put_adapter(self, adapter: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The adapter: `a` lies as its matrix's inputs do, `b` as its outputs."""
         return {
-            name: {part: self._put(array, _adapter_axes(name)[part]) for part, array in parts.items()}
+            name: {part: self._put(array, adapter_axes(name)[part]) for part, array in parts.items()}
             for name, parts in adapter.items()
         }
 
@@ -236,7 +243,7 @@ class Sharding:
     def abstract_adapter(self, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
         """A float32 adapter of these shapes (`policy.lora.adapter_shapes`)."""
         return {
-            name: {part: self._describe(shape, jnp.float32, _adapter_axes(name)[part]) for part, shape in parts.items()}
+            name: {part: self._describe(shape, jnp.float32, adapter_axes(name)[part]) for part, shape in parts.items()}
             for name, parts in shapes.items()
         }
 
@@ -257,7 +264,8 @@ class Sharding:
         return jax.device_put(array, NamedSharding(self.mesh, self.spec(axes, array.shape)))
 
 
-def _adapter_axes(name: str) -> dict[str, tuple[str, ...]]:
+def adapter_axes(name: str) -> dict[str, tuple[str, ...]]:
+    """Logical axes of the two parts of a projection's adapter."""
     inputs, outputs = PARAMETER_AXES[name]
     return {"a": ("layers", inputs, "rank"), "b": ("layers", "rank", outputs)}
 

@@ -31,7 +31,8 @@ from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_los
 from learner.parallel import MeshModel
 from learner.sharding import Sharding, ShardingSettings, abstract
 from policy.lora import Adapter, LoraSettings, adapter_shapes, init_adapter
-from policy.transformer import ModelConfig, Params, Remat, stack_layers
+from policy.settings import Remat
+from policy.transformer import ModelConfig, Params, stack_layers
 from policy.weights import Weights
 from trajectories.advantages import AdvantageSettings, whitened
 from trajectories.schema import Row, kept_offsets
@@ -249,7 +250,7 @@ class Trainer:
         temperature: float,
         max_kept: int = 0,
         seed: int,
-        remat: bool = False,
+        remat: bool | Remat = False,
         sharding: ShardingSettings | None = None,
         advantages: AdvantageSettings | None = None,
         epochs: int = 1,
@@ -258,9 +259,9 @@ class Trainer:
         """`params` of either layout, or still on disk; training scans over stacked layers.
 
         `temperature` is the behaviour policy's, and `max_kept` the most ids that its truncated draws keep; 0 if it
-        truncates none. `seed` makes the first adapter. `remat` computes attention again in the backward pass, for less
-        memory. `sharding` None is one device. `advantages` say whether a step whitens them. A step makes `epochs`
-        passes over its rows, with an update for each of `minibatches` parts of them.
+        truncates none. `seed` makes the first adapter. `remat` True is `Remat.ATTENTION`. `sharding` None is one
+        device. `advantages` say whether a step whitens them. A step makes `epochs` passes over its rows, with an update
+        for each of `minibatches` parts of them.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")

@@ -33,6 +33,7 @@ from learner.loop import Ending, Interrupt, Loop, Parts
 from learner.losses import LossSettings
 from learner.metrics import Journal, Tally
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
+from learner.sharding import ShardingSettings
 from learner.step import OptimizerSettings, Trainer
 from learner.subscriber import Outbox, Subscriber
 from policy.adapters import AdapterStore, BadAdapter, Lease, claim_incarnation, load_peft
@@ -71,6 +72,7 @@ class LearnerSpec:
     seed: int = 0
     model: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
+    sharding: ShardingSettings = field(default_factory=ShardingSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
@@ -104,6 +106,7 @@ def make_trainer(spec: LearnerSpec, model: LoadedModel) -> Trainer:
         max_kept=spec.max_kept,
         seed=spec.seed,
         remat=spec.learner.remat,
+        sharding=spec.sharding,
         advantages=spec.advantages,
         epochs=spec.learner.epochs,
         minibatches=spec.learner.minibatches,

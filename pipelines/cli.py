@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve(commands)
     _add_pubsub(commands)
     _add_launch(commands)
+    _add_plan(commands)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
         return 2
@@ -156,6 +157,14 @@ def _add_launch(commands: Any) -> None:
     parser = commands.add_parser("launch", help="launch the rollout job on Dataflow, or print the request")
     cloud.add_arguments(parser)
     parser.set_defaults(handler=cloud.run)
+
+
+def _add_plan(commands: Any) -> None:
+    from pipelines import planning
+
+    parser = commands.add_parser("plan", help="whether a training step fits a TPU slice, and how fast it can be")
+    planning.add_arguments(parser)
+    parser.set_defaults(handler=planning.run)
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

@@ -20,6 +20,7 @@ from learner.alarms import AlarmSettings
 from learner.algorithms import ALGORITHMS, DEFAULT
 from learner.losses import LossSettings
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
+from learner.sharding import ShardingSettings
 from learner.step import OptimizerSettings
 from pipelines import settings
 from pipelines.cloud import CloudSettings
@@ -69,6 +70,7 @@ class Run:
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     packing: PackingSettings = field(default_factory=PackingSettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
+    sharding: ShardingSettings = field(default_factory=ShardingSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)

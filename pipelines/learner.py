@@ -22,6 +22,7 @@ def learner_spec(run: Run) -> LearnerSpec:
         seed=run.seed,
         model=run.model,
         lora=run.lora,
+        sharding=run.sharding,
         optimizer=run.optimizer,
         loss=run.loss,
         advantages=run.advantages,

@@ -1,4 +1,5 @@
-"""How a policy is sampled: the section `sampling` of the run file. Imports neither JAX nor a model."""
+"""How a policy is sampled: the section `sampling` of the run file, and what training keeps. Imports neither JAX nor a
+model."""
 
 from __future__ import annotations
 
@@ -7,6 +8,18 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from policy.client import check_stop, check_temperature, check_truncation, truncates
+
+
+class Remat(StrEnum):
+    """What the backward pass of training computes again instead of keeping."""
+
+    NONE = "none"
+    """Nothing: fastest, and the attention weights of every layer stay in memory."""
+    ATTENTION = "attention"
+    """Attention and the elementwise parts; the outputs of the projections are kept. A few percent slower than `none`,
+    about half the memory."""
+    LAYER = "layer"
+    """Everything but each layer's input: least memory, one more forward pass. What large models need."""
 
 
 class Backend(StrEnum):

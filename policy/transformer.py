@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from policy.families import TEXT_ROOT, family_of, llama3_frequency
 from policy.lora import Adapter, columns, layer_adapter, multiply, project, project_columns, rows
+from policy.settings import Remat
 
 Array = Any
 """A JAX array; `Any` because JAX is not part of the type check."""
@@ -349,17 +350,6 @@ def visible(segment_ids_BT: Array, parent_ids_BT: Array) -> Array:
 def windowed(visible_BTT: Array, positions_BT: Array, window: int) -> Array:
     """`visible` of a local layer: of what token i sees, what lies less than `window` positions before it."""
     return visible_BTT & (positions_BT[:, :, None] - positions_BT[:, None, :] < window)
-
-
-class Remat(StrEnum):
-    """What the backward pass of `hidden_states` computes again instead of keeping."""
-
-    NONE = "none"
-    """Nothing: fastest, and the attention weights of every layer stay in memory."""
-    ATTENTION = "attention"
-    """Attention and the elementwise parts; the outputs of the projections are kept. A few percent slower than NONE."""
-    LAYER = "layer"
-    """Everything but each layer's input: least memory, one more forward pass."""
 
 
 class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of the type check

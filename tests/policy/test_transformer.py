@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from policy.lora import LoraSettings, init_adapter
+from policy.settings import Remat
 from policy.transformer import (
     ModelConfig,
-    Remat,
     attention,
     blocked_attention,
     hidden_states,
