@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from policy.lora import Adapter
 from policy.sampling import Limits, sample, sample_kept, uniforms
@@ -28,6 +29,7 @@ from policy.transformer import (
     embed,
     final_norm,
     make_block,
+    rotary_frequencies,
     unembed,
 )
 
@@ -61,7 +63,7 @@ def cache_length(cache: Cache) -> int:
 
 
 def _scores(q_nKGd: Array, keys_nKPdb: Array) -> Array:
-    """q kᵀ / sqrt(d) as [n, K, G, T], for the G queries that look at each key head.
+    """q kᵀ as [n, K, G, T], for the G queries that look at each key head.
 
     The queries are repeated for each block, so that every product is one small matrix by another: that is twice as fast
     as one long product, and eight times as fast as leaving the repetition to XLA.
@@ -69,8 +71,26 @@ def _scores(q_nKGd: Array, keys_nKPdb: Array) -> Array:
     n, K, P, d, b = keys_nKPdb.shape
     G = q_nKGd.shape[2]
     q_nKPGd = jnp.broadcast_to(q_nKGd[:, :, None], (n, K, P, G, d))
-    scores_nKPGb = jnp.einsum("nkpgd,nkpdb->nkpgb", q_nKPGd, keys_nKPdb) * d**-0.5
+    scores_nKPGb = jnp.einsum("nkpgd,nkpdb->nkpgb", q_nKPGd, keys_nKPdb)
     return scores_nKPGb.swapaxes(2, 3).reshape(n, K, G, P * b)
+
+
+def rotations(config: ModelConfig, length: int) -> dict[bool, NDArray[np.float32]]:
+    """{local: [length, 2, d / 2]}, the cosines and sines of every position.
+
+    The compiled functions look them up: left to itself, XLA computes them anew for every head of every layer.
+    """
+    tables = {}
+    for local in {config.is_local(layer) for layer in range(config.num_layers)}:
+        angles = np.arange(length, dtype=np.float32)[:, None] * rotary_frequencies(config, local)
+        tables[local] = np.stack([np.cos(angles), np.sin(angles)], 1)
+    return tables
+
+
+def _looked_up(tables: dict[bool, Array], positions_BT: Array) -> dict[bool, tuple[Array, Array]]:
+    """{local: (cos, sin)}, each [B, T, d / 2]. Positions beyond the table get the last: nobody reads what they make."""
+    found = {local: jnp.take(table, positions_BT, 0, mode="clip") for local, table in tables.items()}
+    return {local: (angles[..., 0, :], angles[..., 1, :]) for local, angles in found.items()}
 
 
 def _offsets(cache: Cache) -> list[tuple[int, int]]:
@@ -110,10 +130,10 @@ def decode(
 ) -> tuple[Any, ...]:
     """Feed one token to every row of `cache` and draw the next, `steps` times.
 
-    Row s puts token `tokens_S[s]` at position `positions_S[s]`; a position at or beyond the cache's length writes
-    nothing (rows that do not decode). `indices_S` counts the tokens that the row's request has drawn. Returns the cache
-    and (token_ids, logprobs), each [steps, S]; with `limits` (policy.sampling.sample_kept) also the kept ids,
-    [steps, S, max_kept].
+    `params` are fused, with `rotations` beside them. Row s puts token `tokens_S[s]` at position `positions_S[s]`; a
+    position at or beyond the cache's length writes nothing (rows that do not decode). `indices_S` counts the tokens
+    that the row's request has drawn. Returns the cache and (token_ids, logprobs), each [steps, S]; with `limits`
+    (policy.sampling.sample_kept) also the kept ids, [steps, S, max_kept].
     """
     offsets = _offsets(cache)
     length, width = cache_length(cache), cache[0]["k"][0].shape[-1]
@@ -137,19 +157,21 @@ def decode(
                     # Or XLA makes the update twice, for the cache and for the product, and copies the row for each.
                     keys, values = lax.optimization_barrier((keys, values))
                 segment["k"][layer], segment["v"][layer] = keys, values
-                scores = _scores(q_S1Hd[part, 0].reshape(size, K, G, d), keys)
+                scores = _scores(q_S1Hd[part, 0].reshape(size, K, G, d) * d**-0.5, keys)
                 seen = _seen(config, layer, column, at[:, None])
                 weights = attention_weights(scores, seen[:, None, None], config.attention_softcap)
                 outputs.append(jnp.einsum("nkgt,nktd->nkgd", weights, values))
             # The cache is float32; what goes on is of the model's type, as in the learner.
             return jnp.concatenate(outputs).reshape(q_S1Hd.shape).astype(q_S1Hd.dtype)
 
+        rotation = _looked_up(params["rotations"], positions[:, None])
         x = embed(config, params, tokens_S[:, None])
         for index, layer in enumerate(params["layers"]):
             block = make_block(config, layer)
             share = None if adapter is None else adapter[index]
             attends = functools.partial(attend, index)
-            x = block(x, positions[:, None], attends, share, lora_scale, local=config.is_local(index))
+            local = config.is_local(index)
+            x = block(x, rotation[local], attends, share, lora_scale, local=local)
         logits = unembed(config, params, final_norm(config, params, x)[:, 0])
         noise = uniforms(seeds_S2, indices_S + i)
         if limits is None:
@@ -210,21 +232,24 @@ def prefill(
             values = v if values is None else jnp.where(inside[:, None, None, None], v, values)
         # The queries of a key head side by side, and both sides kept so: XLA's own order of axes took twice as long.
         q_RKGCd = q_RCHd.reshape(R, C, K, G, d).transpose(0, 2, 3, 1, 4)
-        q_RKMd = lax.optimization_barrier(q_RKGCd.reshape(R, K, G * C, d))
+        q_RKMd = lax.optimization_barrier(q_RKGCd.reshape(R, K, G * C, d) * d**-0.5)
+        assert keys is not None
         keys_RKdT = lax.optimization_barrier(keys.swapaxes(2, 3).reshape(R, K, d, length))
-        scores = (jnp.einsum("rkmd,rkdt->rkmt", q_RKMd, keys_RKdT) * d**-0.5).reshape(R, K, G, C, length)
+        scores = jnp.einsum("rkmd,rkdt->rkmt", q_RKMd, keys_RKdT).reshape(R, K, G, C, length)
         seen_RCT = _seen(config, layer, column, positions_RC[..., None])
         weights = attention_weights(scores, seen_RCT[:, None, None], config.attention_softcap)
         output = jnp.einsum("rkmt,rktd->rkmd", weights.reshape(R, K, G * C, length), values)
         output = lax.optimization_barrier(output).reshape(R, K, G, C, d).transpose(0, 3, 1, 2, 4)
         return output.reshape(q_RCHd.shape).astype(q_RCHd.dtype)
 
+    rotation = _looked_up(params["rotations"], positions_RC)
     x = embed(config, params, tokens_RC)
     for index, layer in enumerate(params["layers"]):
         block = make_block(config, layer)
         share = None if adapter is None else adapter[index]
         attends = functools.partial(attend, index)
-        x = block(x, positions_RC, attends, share, lora_scale, local=config.is_local(index))
+        local = config.is_local(index)
+        x = block(x, rotation[local], attends, share, lora_scale, local=local)
     return cache
 
 

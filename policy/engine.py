@@ -207,6 +207,7 @@ class Engine:
             if isinstance(params, Weights)
             else jax.tree.map(jnp.asarray, fuse_layers(params))
         )
+        self._params["rotations"] = jax.device_put(kv.rotations(config, settings.max_context))
         self._adapter, self._adapter_shapes = self._by_layer(adapter), _shapes(adapter)
         self._version = version
         self._segments = settings.segments
@@ -747,7 +748,7 @@ class Engine:
         used = self._decode_shapes.index(size) + 1
         head, *draws = self._decode_functions[size](self._params, self._adapter, self._cache[:used], *arguments)
         self._cache = [*head, *self._cache[used:]]
-        return draws
+        return list(draws)
 
     def _note_first_token(self) -> None:
         if self._version not in self.first_token_at:

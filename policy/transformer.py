@@ -48,6 +48,8 @@ Kernel = Callable[..., Array]
 """(q_BTHd, k_BTKd, v_BTKd, visible_BTT, softcap) -> o_BTHd."""
 LayerAttend = Callable[[Array, Array, Array, "bool | Array"], Array]
 """`Attend` with a fourth argument: whether the layer is local. A scan over layers of both kinds passes an array."""
+Rotation = tuple[Array, Array]
+"""Cosines and sines of positions, each [B, T, d / 2]."""
 Constrain = Callable[[Array, tuple[str | None, ...]], Array]
 """Returns its first argument, laid out as the logical names of its axes say; None is an axis that is not spread."""
 Gather = Callable[[Layer, "Adapter | None"], "tuple[Layer, Adapter | None]"]
@@ -274,14 +276,16 @@ def rotary_frequencies(config: ModelConfig, local: bool = False) -> NDArray[np.f
     return np.array(plain, np.float32)
 
 
-def rotate(x_BTHd: Array, positions_BT: Array, frequencies: Array) -> Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), halves paired as in Hugging Face's Llama: i with i + d/2.
+def rotary_angles(positions_BT: Array, frequencies: Array) -> Rotation:
+    """(cos, sin), each [B, T, d / 2], of positions; `frequencies` is [d / 2], see `rotary_frequencies`."""
+    angles = positions_BT[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
 
-    `frequencies` is [d / 2], see `rotary_frequencies`.
-    """
+
+def rotate(x_BTHd: Array, rotation: Rotation) -> Array:
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864), halves paired as in Hugging Face's Llama: i with i + d/2."""
     half = x_BTHd.shape[-1] // 2
-    angle = (positions_BT[..., None].astype(jnp.float32) * frequencies)[:, :, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = (angles[:, :, None] for angles in rotation)
     left, right = x_BTHd[..., :half].astype(jnp.float32), x_BTHd[..., half:].astype(jnp.float32)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x_BTHd.dtype)
 
@@ -370,7 +374,7 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
     def __call__(
         self,
         x_BTD: Array,
-        positions_BT: Array,
+        where: Array | Rotation,
         attend: Attend,
         adapter_layer: Adapter | None = None,
         lora_scale: float | Array = 1.0,
@@ -381,13 +385,15 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`; `fuse_adapter` for a fused layer);
         targets it lacks stay the base.
 
-        `local` chooses the rotary frequencies; the window itself is the business of `attend`. `constrain` spreads the
-        activations over a mesh.
+        `where` is positions_BT or what `rotary_angles` makes of them; of positions, `local` chooses the rotary
+        frequencies. The window itself is the business of `attend`. `constrain` spreads the activations over a mesh.
         """
         config = self.config
-        frequencies = rotary_frequencies(config, local is True)
-        if not isinstance(local, bool) and config.local_rope_theta is not None:
-            frequencies = jnp.where(local, rotary_frequencies(config, True), frequencies)
+        if not isinstance(where, tuple):
+            frequencies = rotary_frequencies(config, local is True)
+            if not isinstance(local, bool) and config.local_rope_theta is not None:
+                frequencies = jnp.where(local, rotary_frequencies(config, True), frequencies)
+            where = rotary_angles(where, frequencies)
 
         share = adapter_layer or {}
 
@@ -429,8 +435,8 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
             return constrain(x, RESIDUAL)
 
         q, k, v = linear(whole(norm("input_norm", x_BTD)), "q_proj", "k_proj", "v_proj")
-        q = rotate(heads("q", q, config.num_heads), positions_BT, frequencies)
-        k = rotate(heads("k", k, config.num_kv_heads), positions_BT, frequencies)
+        q = rotate(heads("q", q, config.num_heads), where)
+        k = rotate(heads("k", k, config.num_kv_heads), where)
         v = heads("v", v, config.num_kv_heads)
         if config.query_scale is not None:
             # Every attention divides by sqrt(d).
