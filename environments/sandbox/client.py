@@ -408,10 +408,12 @@ class _Call:
         except asyncio.CancelledError:
             self._kill()  # its slot comes back when the server says that the process has ended
             raise
+        else:
+            for pipe in (self._output, self._report):
+                pipe.read(sys.maxsize)  # what was written last; more cannot come
         finally:
             for pipe in (self._output, self._report):
                 self._loop.remove_reader(pipe.descriptor)
-                pipe.read()  # what was written last
                 os.close(pipe.descriptor)
         over = self._output.over or self._report.over
         printed = self._output.data[: self._settings.output_bytes].decode("utf-8", "replace")
@@ -488,9 +490,11 @@ class _Gathered:
     def over(self) -> bool:
         return len(self.data) > self.limit
 
-    def read(self) -> bool:
-        """Take what is there; False if no more will come or is wanted."""
-        while not self.over:
+    def read(self, pieces: int = 16) -> bool:
+        """Take what is there, however small its pieces were made; False if no more will come or is wanted."""
+        for _ in range(pieces):
+            if self.over:
+                return False
             try:
                 piece = os.read(self.descriptor, min(1 << 16, self.limit + 1 - len(self.data)))
             except BlockingIOError:
@@ -498,7 +502,7 @@ class _Gathered:
             if not piece:
                 return False
             self.data += piece
-        return False
+        return True
 
 
 def _slots(settings: SandboxSettings) -> int:

@@ -420,7 +420,7 @@ def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NPROC: 1,
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # none: 0 would still start a program that takes cores from a pipe (core(5))
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,

@@ -272,6 +272,18 @@ ATTACKS = {
         """,
         (EXCEPTION, *STOPPED),
     ),
+    "memory in page tables": """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        for number in range(60_000):
+            place = libc.mmap(ctypes.c_void_p((1 << 40) + (number << 30)), ctypes.c_size_t(4096), 3, 0x100022, -1, 0)
+            if place in (None, 2 ** 64 - 1):
+                break
+            ctypes.memset(place, 1, 1)
+        else:
+            print("BROKE")
+    """,
     "memory beside the limits": """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
@@ -550,6 +562,14 @@ ATTACKS = {
     "output without end": ("while True: print('x' * 1000)", (OUTPUT,)),
     "errors without end": ("import sys\nwhile True: sys.stderr.write('x')", (OUTPUT,)),
     "output past the interpreter": ("import os\nwhile True: os.write(1, b'\\xff\\x00\\x1b[2J' * 1000)", (OUTPUT,)),
+    "output in crumbs": (
+        """
+        import os, fcntl
+        fcntl.fcntl(1, fcntl.F_SETFL, os.O_DIRECT)  # every write is a packet of its own
+        while True: os.write(1, b"x")
+        """,
+        (OUTPUT,),
+    ),
     "reports without end": (
         """
         import os
@@ -583,10 +603,11 @@ ATTACKS = {
     """,
     "descriptors": """
         import os
-        for number in range(5, 4096):
+        for number in range(4, 4096):  # 0 to 2 are the usual ones, 3 takes its report
             attempt(lambda: os.fstat(number), number)
-        for number in range(5):
+        for number in range(4):
             attempt(lambda: os.listdir(number))
+            attempt(lambda: os.open("..", os.O_RDONLY, dir_fd=number))
     """,
     "the host's modules": """
         for name in ("environments", "policy", "trajectories", "environments.sandbox.server", "numpy", "pytest", "pip"):
@@ -881,6 +902,45 @@ json.dumps(1), hasattr(builtins, "left"), hasattr(sys, "left"), dict(os.environ)
         assert cpython.run(leave).status is COMPLETED
     for _ in range(3):
         assert cpython.run(look).result == "('1', False, False, {}, 0, ([], 0), 63)"
+
+
+def test_calls_at_the_same_time_do_not_see_each_other(cpython):
+    hidden = "neighbour-" + "of-the-other"
+    holds = f"""
+import time
+mine = "{hidden}"
+try:
+    open("{hidden}", "w").write(mine)
+except OSError:
+    pass
+time.sleep(0.8)
+mine
+"""
+    looks = (
+        PRELUDE
+        + """
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+ptrace, readv = (101, 310) if "x86_64" in os.uname().machine else (117, 270)
+time.sleep(0.3)
+for pid in {*range(1, 300), *range(os.getpid() - 50, os.getpid() + 50)} - {os.getpid()}:
+    attempt(lambda: os.kill(pid, 0), pid)
+    for number in (ptrace, readv):
+        if libc.syscall(number, 16 if number == ptrace else pid, pid, 0, 0, 0, 0) >= 0: print("BROKE", number, pid)
+    attempt(lambda: os.open(f"/proc/{pid}/mem", os.O_RDONLY))
+for place in (".", "..", "../work", "/", "/work", "/0/work", "/1/work", "/tmp/0/work", "/tmp/1/work"):
+    for root, folders, files in os.walk(place):
+        for name in files:
+            if name.startswith("neighbour"): print("BROKE", root, name)
+"""
+    )
+
+    async def main():
+        return await asyncio.gather(*(cpython.sandbox.run(code) for code in (holds, looks)))
+
+    held, looked = cpython.loop.run_until_complete(main())
+    assert held.result == repr(hidden)
+    assert (looked.status, looked.output) == (COMPLETED, "")
 
 
 def test_the_seed_repeats_what_is_drawn_and_nothing_else_does(cpython):
