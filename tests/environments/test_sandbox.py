@@ -1213,3 +1213,50 @@ def test_the_tool_says_when_the_sandbox_is_at_fault():
     assert lost.counts == {"tool_calls": 1, "tool_errors": 1}
     assert "lost the call" in lost.text
     assert after.text == "2"
+
+
+AS_NOBODY = """
+import asyncio, json, sys
+from environments.sandbox.client import Sandbox, SandboxSettings
+given = json.load(sys.stdin)
+async def main():
+    async with Sandbox(SandboxSettings(interpreter="cpython", **given["settings"])) as sandbox:
+        answers = {name: await sandbox.run(code) for name, code in given["codes"].items()}
+        right = await sandbox.run("6 * 7")
+    return {name: [one.status, one.output, one.error] for name, one in answers.items()}, right.result
+json.dump(asyncio.run(main()), sys.stdout)
+"""
+
+
+def interpreter_for_nobody():
+    """A Python that a user without rights may run, with the arguments for becoming that user; our own otherwise."""
+    for path in (sys.executable, "/usr/local/bin/python3", "/usr/bin/python3"):
+        check = [path, "-B", "-c", "import sys, environments.sandbox.client; sys.exit(sys.version_info < (3, 11))"]
+        if os.getuid() == 0 and os.path.exists(path):
+            try:
+                if subprocess.run(check, cwd=ROOT, env={}, user=65534, group=65534, extra_groups=[]).returncode == 0:
+                    return path, {"user": 65534, "group": 65534, "extra_groups": []}
+            except PermissionError:
+                continue
+    return sys.executable, {}
+
+
+def test_it_needs_no_rights_itself(outside):
+    codes = {name: attack_code(name, outside) for name, attack in ATTACKS.items() if isinstance(attack, str)}
+    given = json.dumps({"codes": codes, "settings": {**LIMITS, "packages": TOOLS_OF_ATTACK}})
+    python, nobody = interpreter_for_nobody()
+    told = subprocess.run(
+        [python, "-B", "-c", AS_NOBODY],
+        cwd=ROOT,
+        input=given,
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **nobody,
+    )
+    assert told.returncode == 0, told.stderr
+    answers, right = json.loads(told.stdout)
+    assert right == "42"
+    wrong = {name: answer for name, answer in answers.items() if answer[:2] != ["completed", ""]}
+    assert wrong == {}
