@@ -134,14 +134,15 @@ def _sample(scaled_BV: Array, greedy_B: Array, uniforms_B2: Array) -> tuple[Arra
     """(token_ids_B, logprobs_B, mass_B): mass is that of the vocabulary in units of its most likely token."""
     B, V = scaled_BV.shape
     block = min(BLOCK, V)
-    blocks_BNb = scaled_BV.reshape(B, -1, block)
-    peaks_BN = blocks_BNb.max(-1)
-    peak_B = peaks_BN.max(-1)
-    masses_BN = jnp.exp(blocks_BNb - peak_B[:, None, None]).sum(-1)
+    # As the unembedding leaves them on a CPU, a row of the batch in each lane: nothing is turned, sums are vectors.
+    blocks_NbB = scaled_BV.T.reshape(-1, block, B)
+    peaks_NB = jax.lax.optimization_barrier(blocks_NbB.max(1))  # or XLA takes the peak from the turned vocabulary
+    peak_B = peaks_NB.max(0)
+    masses_BN = jnp.exp(blocks_NbB - peak_B).sum(1).T
     mass_B = masses_BN.sum(-1)
 
-    chosen_B = jnp.where(greedy_B, peaks_BN.argmax(-1), _draw(masses_BN, uniforms_B2[:, 0]))
-    within_Bb = jnp.take_along_axis(blocks_BNb, chosen_B[:, None, None], 1)[:, 0]
+    chosen_B = jnp.where(greedy_B, peaks_NB.argmax(0), _draw(masses_BN, uniforms_B2[:, 0]))
+    within_Bb = blocks_NbB[chosen_B, :, jnp.arange(B)]
     # The block's own peak as reference: a block of tiny mass must not vanish in the exponent.
     weights_Bb = jnp.exp(within_Bb - within_Bb.max(-1, keepdims=True))
     offset_B = jnp.where(greedy_B, within_Bb.argmax(-1), _draw(weights_Bb, uniforms_B2[:, 1]))
