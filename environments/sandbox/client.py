@@ -524,7 +524,7 @@ def _descriptors(code: bytes, opened: contextlib.ExitStack) -> tuple[int, int, i
     return source, output, printed, report, told
 
 
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from environments.sandbox import server; server.main()"
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from environments.sandbox import server; server.main()"
 
 
 def _order(settings: SandboxSettings, withheld: Mapping[str, str]) -> Order:

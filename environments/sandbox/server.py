@@ -536,6 +536,7 @@ def _execute(text: str, seed: int, output_bytes: int) -> None:
         if left.code not in (None, 0):
             kind, told = EXCEPTION, f"SystemExit: {left.code}"
     except MemoryError:
+        vars(module).clear()  # room for what follows
         kind = NO_MEMORY
     except BaseException as error:
         kind, told = EXCEPTION, _described(error)
