@@ -123,6 +123,10 @@ class _Known:
     """SHA-256 of its values: one adapter may have several names."""
 
 
+_INCARNATIONS = itertools.count(1)
+"""An engine that is handed on must not meet a version again that was another adapter: its cache goes by them."""
+
+
 class ServedPolicy:
     """One engine, and the names of the adapters that it had. All calls on one event loop."""
 
@@ -145,10 +149,13 @@ class ServedPolicy:
         """By name, the latest loaded last."""
         self._names: dict[Version, str] = {}
         """What each version of the engine was called when it was loaded last."""
-        self._versions = (Version(number, 0) for number in itertools.count(1))
+        incarnation = next(_INCARNATIONS)
+        self._versions = (Version(number, incarnation) for number in itertools.count(1))
         self._sessions = itertools.count()
         self._coming: Version | None = None
         """The version that waits for requests which name the one before it, or for the engine."""
+        self._arrival = asyncio.Event()
+        """Set when none is coming any more."""
         self._asked_of_engine = BASE
         """The version that the engine was told to take last; in force once the engine says so."""
         self._using: Counter[Version] = Counter()
@@ -179,14 +186,14 @@ class ServedPolicy:
 
     async def sample(self, model: str, ids: Sequence[int], params: SamplingParams) -> Completion:
         """A completion by `model` (empty: whatever is in force). Raises Refused."""
-        named = self._named(model)
+        named = await self._named(model)
         if named is not None:
             self._using[named] += 1
         session = f"http/{next(self._sessions)}"
         try:
             return await self.engine.sample(session, ids, params, version=named)
         except PolicyError as error:
-            if named is not None and named not in (self.engine.version, self._coming):
+            if named is not None and named != self.engine.version:
                 raise Refused(409, self._not_in_force(model)) from error
             # The engine is closed, or a call of it failed and the next may not.
             raise Refused(503, str(error)) from error
@@ -197,20 +204,23 @@ class ServedPolicy:
                 if not self._using[named]:
                     del self._using[named]
 
-    def _named(self, model: str) -> Version | None:
-        if not model:
-            return None
-        known = self._known.get(model)
-        if model != self.name and known is None:
-            raise Refused(
-                404,
-                f"model {_shown(model)} is not served here: name {self.name!r} or an adapter that was loaded"
-                f"{f' ({self.adapter!r} is in force)' if self.adapter else ''}, or leave `model` out",
-            )
-        version = BASE if known is None else known.version
-        if version not in (self.engine.version, self._coming):
-            raise Refused(409, self._not_in_force(model))
-        return version
+    async def _named(self, model: str) -> Version | None:
+        """The version that the request names; in force, if it is one. Raises Refused."""
+        while model:
+            known = self._known.get(model)
+            if model != self.name and known is None:
+                raise Refused(
+                    404,
+                    f"model {_shown(model)} is not served here: name {self.name!r} or an adapter that was loaded"
+                    f"{f' ({self.adapter!r} is in force)' if self.adapter else ''}, or leave `model` out",
+                )
+            version = BASE if known is None else known.version
+            if version == self.engine.version:
+                return version
+            if version != self._coming:
+                raise Refused(409, self._not_in_force(model))
+            await self._arrival.wait()
+        return None
 
     def _not_in_force(self, model: str) -> str:
         return (
@@ -252,7 +262,11 @@ class ServedPolicy:
         task = asyncio.create_task(work)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_tell_the_log)
+            raise
 
     async def _load(self, name: str, url: str, *, renewed: bool = False) -> None:
         """`renewed`: the name may mean another adapter than before."""
@@ -320,7 +334,7 @@ class ServedPolicy:
         engine = self.engine
         if version == engine.version == self._asked_of_engine:
             return
-        self._coming = version
+        self._coming, self._arrival = version, asyncio.Event()
         try:
             deadline = time.monotonic() + self._settings.drain_s
             while self._using[engine.version] and time.monotonic() < deadline:
@@ -336,6 +350,7 @@ class ServedPolicy:
                 await asyncio.sleep(0.002)
         finally:
             self._coming = None
+            self._arrival.set()
 
     def _forget_old(self) -> None:
         for name in list(self._known)[:-REMEMBERED_ADAPTERS]:
@@ -343,6 +358,14 @@ class ServedPolicy:
                 del self._known[name]
         kept = {self.engine.version, *(known.version for known in self._known.values())}
         self._names = {version: name for version, name in self._names.items() if version in kept}
+
+
+def _tell_the_log(change: asyncio.Task[None]) -> None:
+    """How a change ended whose client has gone."""
+    error = None if change.cancelled() else change.exception()
+    if error is not None:
+        expected = isinstance(error, Refused)
+        log.warning("a change of adapters failed, its client has gone: %s", error, exc_info=None if expected else error)
 
 
 async def _aside(call: Callable[[], T]) -> T:

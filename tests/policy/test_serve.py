@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -348,6 +349,42 @@ def test_an_adapter_waits_for_the_requests_that_name_the_one_before_it(built, tm
                 await post(found, UNLOAD, {"lora_name": "one"})
 
     run(overlapping())
+
+
+def test_a_request_waits_for_an_adapter_that_comes_back(built, tmp_path, caplog):
+    engine, config = built
+    urls = {f"a{step}": publish(tmp_path, config, Version(step, 1), step) for step in (1, 2)}
+    body = {"token_ids": Q, "model": "a2", "sampling_params": {"max_tokens": 50, "ignore_eos": True}}
+
+    async def come_back():
+        async with client(built, adapter_roots=(str(tmp_path),), drain_s=60.0) as (found, policy):
+            first = None
+            for name, url in urls.items():
+                await post(found, LOAD, {"lora_name": name, "lora_path": url})
+                first = first or await greedy(found, "a1")
+            for _ in range(5):
+                running = asyncio.create_task(post(found, VLLM, body))
+                while not engine.running:
+                    await asyncio.sleep(0)
+                load = asyncio.create_task(post(found, LOAD, {"lora_name": "a1", "lora_path": urls["a1"]}))
+                while policy.adapter == "a2":
+                    status, answer = await greedy(found, "a1")
+                    assert status in (200, 409), answer
+                    if status == 200:
+                        assert (status, answer) == first
+                assert [(await task)[0] for task in (running, load)] == [200, 200]
+                assert await greedy(found, "a1") == first
+                await post(found, LOAD, {"lora_name": "a2", "lora_path": urls["a2"]})
+            # One that fails after its client has gone is no error of the server.
+            load = asyncio.create_task(post(found, LOAD, {"lora_name": "a3", "lora_path": str(tmp_path / "a3")}))
+            await asyncio.sleep(0.003)
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+            await asyncio.sleep(0.2)
+
+    run(come_back())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_client_that_hangs_up_during_a_load_leaves_what_is_said_and_what_is_in_force_the_same(built, tmp_path):
