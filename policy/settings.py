@@ -57,7 +57,7 @@ class SamplingSettings:
     small_batch: int = 16
     """While no more requests than this are decoding, a smaller compiled shape decodes them; 0 for one shape only."""
     temperature: float = 1.0
-    """Of training episodes; 0 is greedy."""
+    """Of training episodes; 0 is greedy. Else at least 0.0001, at vLLM 0.01: it would raise lower ones in silence."""
     top_k: int = 0
     """Draw from so many of the most likely tokens; 0 is off. Applied before `top_p`, and that before `min_p`."""
     top_p: float = 1.0
@@ -68,7 +68,7 @@ class SamplingSettings:
     """Most tokens that a truncated draw (`top_k`, `top_p`, `min_p`) chooses from. Their ids travel with each token, so
     that the learner renormalises over the same ones. 0 stores no ids and refuses truncation."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn, beside the model's own end of turn."""
+    """Strings that end a turn, beside the model's own end of turn: at most 16, each of at most 256 characters."""
     max_tokens: int = 64
     """Most tokens sampled in one turn."""
     max_context: int = 512
