@@ -48,6 +48,7 @@ def main() -> int:
         "--reference", type=Path, default=REFERENCE_PYTHON, help="a Python with torch, transformers and gguf"
     )
     parser.add_argument("--ours-only", action="store_true", help="leave the reference out")
+    parser.add_argument("--no-episodes", action="store_true", help="leave the live episodes out (most of the time)")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory:
@@ -55,7 +56,7 @@ def main() -> int:
         return 0
     if not args.ours_only and not args.reference.exists():
         parser.error(f"{args.reference} does not exist: `make bench-decode` builds it, --ours-only leaves it out")
-    result = measure(args.pairs, None if args.ours_only else args.reference)
+    result = measure(args.pairs, None if args.ours_only else args.reference, episodes=not args.no_episodes)
     for name, value in result.items():
         print(f"{name:28} {value}")
     if args.json:
@@ -63,7 +64,7 @@ def main() -> int:
     return 0
 
 
-def measure(pairs: int, reference_python: Path | None) -> dict[str, Any]:
+def measure(pairs: int, reference_python: Path | None, *, episodes: bool = True) -> dict[str, Any]:
     """All measurements; medians, with the raw samples beside them."""
     remembered = subprocess.run(
         [sys.executable, "-m", "benchmarks.decode", "--memory"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -102,20 +103,27 @@ def measure(pairs: int, reference_python: Path | None) -> dict[str, Any]:
     if theirs is not None:
         result["batch32_vs_torch_fp32"] = medians["batch32"] / medians["torch_fp32"]
         result["batch32_vs_torch_bf16"] = medians["batch32"] / medians["torch_bf16"]
-    live = Ours(slots=EPISODES)
-    live.episodes(Script(99))
-    episodes: dict[str, list[float]] = {"ours": [], "static": []}
-    for i in range(max(1, (pairs + 1) // 2)):
-        script = Script(i)
-        episodes["ours"].append(live.episodes(script))
-        if theirs is not None:
-            episodes["static"].append(theirs.episodes(script))
-    live.close()
+    if episodes:
+        measure_episodes(result, (pairs + 1) // 2, theirs)
     if theirs is not None:
         theirs.close()
-        result["episodes_vs_static"] = statistics.median(episodes["static"]) / statistics.median(episodes["ours"])
-    result["episodes_s"] = {name: [round(s, 2) for s in seconds] for name, seconds in episodes.items()}
     return result
+
+
+def measure_episodes(result: dict[str, Any], pairs: int, theirs: Theirs | None) -> None:
+    """The live episodes, into `result`."""
+    live = Ours(slots=EPISODES)
+    live.episodes(Script(99))
+    seconds: dict[str, list[float]] = {"ours": [], "static": []}
+    for i in range(pairs):
+        script = Script(i)
+        seconds["ours"].append(live.episodes(script))
+        if theirs is not None:
+            seconds["static"].append(theirs.episodes(script))
+    live.close()
+    if theirs is not None:
+        result["episodes_vs_static"] = statistics.median(seconds["static"]) / statistics.median(seconds["ours"])
+    result["episodes_s"] = {name: [round(s, 2) for s in values] for name, values in seconds.items()}
 
 
 def read_bandwidth() -> float:

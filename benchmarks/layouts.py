@@ -21,8 +21,8 @@ import numpy as np
 from jax.lax import optimization_barrier as apart
 
 LAYERS, D, KEYS, F, V = 30, 576, 192, 1536, 49_152
-K, G, HEAD, T = 3, 3, 64, 256
-"""Key heads, query heads of each, head dimension, cached positions."""
+K, G, HEAD, T, B = 3, 3, 64, 256, 64
+"""Key heads, query heads of each, head dimension, cached positions, positions of a block."""
 
 
 def main() -> int:
@@ -85,6 +85,13 @@ def variants(rows: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ..
         lambda x, p: layers(x, p, lambda x, w: apart(w @ apart(x.T)).T),
         (x, turned),
     )
+    for name, dtype in (("int8", jnp.int8), ("bfloat16", jnp.bfloat16)):
+        narrow = jax.tree.map(lambda w, dtype=dtype: (w * 100).astype(dtype), turned)
+        yield (
+            f"layers: {name} W, widened in the product",
+            lambda x, p: layers(x, p, lambda x, w: apart(w.astype(jnp.float32) @ apart(x.T)).T / 100),
+            (x, narrow),
+        )
     table = draw(V, D)
     yield "unembedding: x Eᵀ", lambda x, e: x @ e.T, (x, table)
     yield "unembedding: (E xᵀ)ᵀ, transposes kept apart", lambda x, e: apart(e @ apart(x.T)).T + 0, (x, table)
@@ -107,11 +114,13 @@ def variants(rows: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ..
         lambda q, k, v: attend(q, k, v, lambda q, k: jnp.einsum("nkgd,nkdt->nkgt", q, k)),
         (query, columnwise, rowwise),
     )
-    yield (
-        "attention: keys [d, T], products and sums",
-        lambda q, k, v: attend(q, k, v, lambda q, k: (q[..., None] * k[:, :, None]).sum(3)),
-        (query, columnwise, rowwise),
-    )
+
+    def by_block(q: Any, keys: Any) -> Any:
+        repeated = jnp.broadcast_to(q[:, :, None], (rows, K, T // B, G, HEAD))
+        return jnp.einsum("nkpgd,nkpdb->nkpgb", repeated, keys).swapaxes(2, 3).reshape(rows, K, G, T)
+
+    blocks = [draw(rows, K, T // B, HEAD, B) for _ in range(LAYERS)]
+    yield "attention: keys in blocks [d, 64]", lambda q, k, v: attend(q, k, v, by_block), (query, blocks, rowwise)
 
 
 if __name__ == "__main__":
