@@ -45,6 +45,8 @@ setup(
             "setuptools>=75",
             "uv",
         ],
+        # The compiler of TPU programs for a machine without one: the release that jax[tpu] 0.10.2 takes.
+        "plan": ["libtpu==0.0.42.*"],
         "tpu": ["jax[tpu]>=0.10.2,<0.11"],
     },
     entry_points={"console_scripts": ["headrace=pipelines.cli:main"]},

@@ -239,7 +239,7 @@ def _add(total: Costs, computations: Mapping[str, Computation], computation: Com
         for inner, place, part in _inside(computations, computation, instruction):
             total.flops += times * _flops(place, inner)
             kind = inner.opcode.removesuffix("-start")
-            if kind not in COLLECTIVES:
+            if kind not in COLLECTIVES or (kind != "collective-permute" and group_size(inner.attributes) == 1):
                 continue
             if part:
                 # A collective that overlaps with products appears in each fusion that carries a piece of it.
@@ -248,6 +248,8 @@ def _add(total: Costs, computations: Mapping[str, Computation], computation: Com
                 if key in seen:
                     continue
                 seen.add(key)
+                operands = [a for name in inner.operands for a in place[name].arrays]
+                total.bytes += times * sum(a.moved for a in (*operands, *inner.arrays))
             if kind == "all-reduce" and "all-reduce-scatter" in part:
                 kind = "reduce-scatter"
             each = total.collectives.setdefault(kind, Collectives())
@@ -314,15 +316,17 @@ def group_size(attributes: str) -> int:
 def _moved(computations: Mapping[str, Computation], computation: Computation, instruction: Instruction) -> float:
     """Bytes of main memory that the instruction reads and writes."""
     opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done"):
+    if opcode in _FREE or opcode.endswith("-done") or instruction.name.startswith("async-collective-done"):
         return 0.0
     operands = [computation[name] for name in instruction.operands if name in computation]
+    if opcode == "slice-start":
+        return 2 * sum(a.bytes for a in instruction.arrays[len(operands) : len(operands) + 1])
     if opcode.endswith("-start"):
         # Its type holds its operands again, and what it waits with.
         return sum(a.moved for o in operands for a in o.arrays) + sum(a.moved for a in instruction.arrays[:1])
     if opcode == "fusion":
         (name,) = _CALLED.findall(instruction.attributes)[:1]
-        return _moved_by_fusion(computations[name], instruction, operands)
+        return _moved_by_fusion(computations, computations[name], instruction, operands)
     written = sum(a.moved for a in instruction.arrays)
     if opcode in ("dynamic-slice", "slice", "gather"):
         return written + min(written, sum(a.moved for a in operands[0].arrays))
@@ -331,32 +335,16 @@ def _moved(computations: Mapping[str, Computation], computation: Computation, in
     return written + sum(a.moved for o in operands for a in o.arrays)
 
 
-def _moved_by_fusion(fused: Computation, instruction: Instruction, operands: list[Instruction]) -> float:
-    users: dict[str, list[Instruction]] = {}
-    for inner in fused.values():
-        for name in inner.operands:
-            users.setdefault(name, []).append(inner)
-
-    def reads(name: str, whole: float) -> float:
-        """Bytes read of a value of `whole` bytes: of the slices, if slices are all that is made of it."""
-        total = 0.0
-        for user in users.get(name, []):
-            if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
-                total += sum(a.bytes for a in user.arrays)
-            elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-                continue
-            elif user.opcode == "bitcast":
-                total += reads(user.name, whole)
-            else:
-                return whole
-        return min(total, whole)
-
+def _moved_by_fusion(
+    computations: Mapping[str, Computation], fused: Computation, instruction: Instruction, operands: list[Instruction]
+) -> float:
+    """What crosses the border of a fusion, but for the buffers of collectives that are under way beside its products:
+    those count once, where the collective does."""
     total = 0.0
     for inner in fused.values():
-        if inner.opcode == "parameter":
-            number = int(inner.operands[0])
-            if number < len(operands):
-                total += reads(inner.name, sum(a.moved for a in operands[number].arrays))
+        if inner.opcode == "parameter" and int(inner.operands[0]) < len(operands):
+            whole = sum(a.moved for a in operands[int(inner.operands[0])].arrays)
+            total += _read(computations, fused, inner.name, whole)
     root = next((inner for inner in fused.values() if inner.root), None)
     while root is not None and root.opcode == "bitcast" and root.operands[0] in fused:
         root = fused[root.operands[0]]
@@ -365,6 +353,29 @@ def _moved_by_fusion(fused: Computation, instruction: Instruction, operands: lis
         if part is not None and part.opcode == "dynamic-update-slice":
             update = fused[part.operands[1]]
             total += min(array.moved, sum(a.bytes for a in update.arrays))
-        else:
+        elif part is None or (part.opcode != "parameter" and part.opcode.removesuffix("-start") not in COLLECTIVES):
             total += array.moved
     return total
+
+
+def _read(computations: Mapping[str, Computation], fused: Computation, name: str, whole: float) -> float:
+    """Bytes that a fusion reads of a value of `whole` bytes: of its slices, if slices are all that is made of it."""
+    total = 0.0
+    for user in fused.values():
+        if name not in user.operands or user.opcode in ("tuple", *COLLECTIVES):
+            continue
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            total += sum(a.bytes for a in user.arrays)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+            continue
+        elif user.opcode == "bitcast":
+            total += _read(computations, fused, user.name, whole)
+        elif user.opcode == "fusion":
+            (called,) = _CALLED.findall(user.attributes)[:1]
+            number = str(user.operands.index(name))
+            for inner in computations[called].values():
+                if inner.opcode == "parameter" and inner.operands[0] == number:
+                    total += _read(computations, computations[called], inner.name, whole)
+        else:
+            return whole
+    return min(total, whole)

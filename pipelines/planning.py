@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
         mesh = parse_mesh(args.mesh)
         if mesh is not None:
             plan.check(mesh)
+    except ValueError as error:  # PlanError, or what the settings' own checks say
+        raise SettingsError(str(error)) from error
+    try:
         return _report(args, plan, mesh)
     except PlanError as error:
         raise SettingsError(str(error)) from error

@@ -69,7 +69,7 @@ def assert_close(rows, tolerance=2e-6, **settings):
 SHARED = layout(row(384, (150, [30, 17, 60]), (9, [40, 1])), row(384, (3, [200]), (1, []), (40, [40, 40])))
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, None), (None, 2.0), (50, 2.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (50, 2.0)])
 def test_shared_prompts_windows_and_caps(window, softcap, monkeypatch):
     monkeypatch.setattr(kernels, "BLOCK", 128)
     assert_close(SHARED, window=window, softcap=softcap)
