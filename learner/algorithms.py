@@ -65,6 +65,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         "MiniMax-M1 2025, arXiv:2506.13585",
         loss={"policy_loss": "cispo", "correction": "none", "clip_low": 1.0, "clip_high": 4.0},
     ),
+    "ppo": Algorithm(
+        "Schulman et al. 2017, arXiv:1707.06347",
+        {"estimator": "gae"},
+        {**_PPO_CLIP, "policy_loss": "ppo", "correction": "none"},
+    ),
     "icepop": Algorithm(
         "Ring-1T 2025, arXiv:2510.18855",
         loss={

@@ -17,6 +17,7 @@ from itertools import count
 import numpy as np
 
 from learner.settings import LearnerSettings, StalenessPolicy
+from trajectories.advantages import token_rewards
 from trajectories.packing import pack
 from trajectories.schema import PROMPT_SAMPLE, Closing, Pack, Row
 
@@ -101,10 +102,13 @@ def lay_out(chosen: Sequence[Held]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def lay_out_updates(chosen: Sequence[Held], minibatches: int) -> tuple[tuple[Row, ...], ...]:
+def lay_out_updates(
+    chosen: Sequence[Held], minibatches: int = 1, *, rewards: bool = False
+) -> tuple[tuple[Row, ...], ...]:
     """The rows of each update of a pass over the chosen closings, of which update k has every `minibatches`-th from k:
-    young and old ones alike."""
-    return tuple(lay_out(chosen[first::minibatches]) for first in range(minibatches))
+    young and old ones alike. With `rewards` they hold the rewards of their tokens in place of advantages."""
+    parts = tuple(lay_out(chosen[first::minibatches]) for first in range(minibatches))
+    return tuple(token_rewards(rows, [held.closing for held in chosen]) for rows in parts) if rewards else parts
 
 
 class Buffer:

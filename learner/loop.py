@@ -504,7 +504,8 @@ class Loop:
                 self._feeder.discard(closing.group_id, closing.attempt, self._published_step, self._now)
             if not choice.chosen:
                 return choice.straggler
-            prepared = self._p.trainer.prepare(*lay_out_updates(choice.chosen, self._settings.minibatches))
+            trainer, minibatches = self._p.trainer, self._settings.minibatches
+            prepared = trainer.prepare(*lay_out_updates(choice.chosen, minibatches, rewards=trainer.wants_rewards))
             self._p.device.submit(bg.Work(step, choice.chosen, prepared))
             self._in_device += 1
         return False

@@ -68,7 +68,8 @@ def train_from_memory(trainer: StepRunner, packs: Sequence[Pack], settings: Lear
                     Held(closing, pack, version_step=submitted, order=order)
                     for order, (closing, pack) in enumerate(islice(closings, settings.groups_per_step))
                 )
-                prepared = trainer.prepare(*lay_out_updates(chosen, settings.minibatches))
+                rows = lay_out_updates(chosen, settings.minibatches, rewards=trainer.wants_rewards)
+                prepared = trainer.prepare(*rows)
                 device.submit(Work(submitted, chosen, prepared))
                 submitted += 1
             event = inbox.get()

@@ -27,6 +27,7 @@ import numpy as np
 import optax
 
 from learner.attention import RowLayout
+from learner.critic import Critic, CriticSettings, Targets, ValueSums
 from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_loss
 from learner.parallel import MeshModel
 from learner.sharding import Sharding, ShardingSettings, abstract
@@ -35,7 +36,7 @@ from policy.settings import Remat
 from policy.transformer import ModelConfig, Params, stack_layers
 from policy.weights import Weights
 from trajectories.advantages import AdvantageSettings, whitened
-from trajectories.schema import Row, kept_offsets
+from trajectories.schema import Row, kept_offsets, stream_seed
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -136,6 +137,8 @@ class TrainState(NamedTuple):
     optimizer: Any
     step: Any
     """int32 scalar."""
+    critic: Any = None
+    """`learner.critic.CriticState`; None in a run without a critic."""
 
 
 class _Accumulated(NamedTuple):
@@ -228,6 +231,10 @@ class StepMetrics:
     """As a fraction of the loss tokens: 1 when every token weighs the same."""
     reference_kl: float
     """Estimate of KL(learner || base); 0 while the penalty is off."""
+    value_loss: float
+    """Of the critic; 0 without one, as is the next."""
+    explained_variance: float
+    """Of the returns by the critic that the step started from: 1 - var(return - value) / var(return)."""
 
 
 def never() -> bool:
@@ -255,13 +262,14 @@ class Trainer:
         advantages: AdvantageSettings | None = None,
         epochs: int = 1,
         minibatches: int = 1,
+        critic: CriticSettings | None = None,
     ) -> None:
         """`params` of either layout, or still on disk; training scans over stacked layers.
 
         `temperature` is the behaviour policy's, and `max_kept` the most ids that its truncated draws keep; 0 if it
         truncates none. `seed` makes the first adapter. `remat` True is `Remat.ATTENTION`. `sharding` None is one
-        device. `advantages` say whether a step whitens them. A step makes `epochs` passes over its rows, with an update
-        for each of `minibatches` parts of them.
+        device. `advantages` say whether a step whitens them, or has a critic estimate them, with the settings `critic`.
+        A step makes `epochs` passes over its rows, with an update for each of `minibatches` parts of them.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")
@@ -273,6 +281,9 @@ class Trainer:
                 "the usual value is 1.0"
             )
         self._sharding = Sharding(sharding or ShardingSettings())
+        self._critic: Critic | None = None
+        if advantages is not None and advantages.critic:
+            self._critic = Critic(config, lora, optimizer, critic or CriticSettings(), self._sharding, remat)
         self._program = StepProgram(
             config,
             lora,
@@ -283,6 +294,7 @@ class Trainer:
             temperature=temperature,
             max_kept=max_kept,
             remat=remat,
+            episodes=self._critic is not None,
         )
         self._max_kept, self._loss = max_kept, loss
         self._buckets, self._rows_per_call = tuple(buckets), rows_per_call
@@ -293,7 +305,8 @@ class Trainer:
         )
         adapter = self._sharding.put_adapter(init_adapter(config, lora, seed))
         optimizer_state = self._place_optimizer(self._program.transformation.init(adapter))
-        self._state = TrainState(adapter, optimizer_state, self._put_step(0))
+        judge = self._critic.init(stream_seed(seed, "critic")) if self._critic is not None else None
+        self._state = TrainState(adapter, optimizer_state, self._put_step(0), judge)
         self._whiten = advantages is not None and advantages.whiten
         self._epochs = epochs
         self._looks_back = epochs * minibatches > 1
@@ -314,6 +327,11 @@ class Trainer:
     @property
     def step_number(self) -> int:
         return int(self._state.step)
+
+    @property
+    def wants_rewards(self) -> bool:
+        """Whether rows must hold the rewards of their tokens in place of advantages (see `token_rewards`)."""
+        return self._critic is not None
 
     @property
     def compiles(self) -> int:
@@ -354,7 +372,10 @@ class Trainer:
                 self._proximal[bucket] = program.lower_logprobs(params, batch).compile()
                 batch = batch._replace(proximal_N=batch.behaviour_N)
             self._compiled[bucket] = program.lower_accumulate(params, batch).compile()
-        self._apply = program.lower_update(state).compile()
+        self._apply = program.lower_update(state._replace(critic=None)).compile()
+        if self._critic is not None:
+            batches = {bucket: program.abstract_batch(bucket) for bucket in self._buckets}
+            self._critic.compile(state.critic, params, batches)
         self._zeros = zeros
         return time.perf_counter() - began
 
@@ -476,9 +497,23 @@ class Trainer:
         updates = self._with_proximal(prepared.updates, interrupted)
         if updates is None:
             return None
-        state, sums, done = self._state, None, []
+        judged = self._judged(updates, interrupted)
+        if judged is None:
+            return None
+        updates, targets = judged
+        state, sums, done = self._state._replace(critic=None), None, []
+        critic, value_sums = self._state.critic, None
         for number in range(1, self._epochs * len(updates) + 1):
-            update = updates[(number - 1) % len(updates)]
+            turn = (number - 1) % len(updates)
+            update = updates[turn]
+            if self._critic is not None:
+                tokens = self._put_scalar(np.float32(update.loss_tokens))
+                learned = self._critic.learn(
+                    critic, self._params, _bare(update.calls), targets[turn], tokens, value_sums, interrupted
+                )
+                if learned is None:
+                    return None
+                critic, value_sums = learned
             accumulated = self._gather(state.adapter, update.calls, interrupted, sums)
             if accumulated is None or interrupted():
                 return None
@@ -487,11 +522,12 @@ class Trainer:
             advance = self._put_step(int(number == self._epochs * len(updates)))
             state, norm, changed = self._apply(state, accumulated.gradient, denominator, advance)
             done.append((norm, changed))
+        state = state._replace(critic=critic)
         jax.block_until_ready(state)
         self._state = state
         assert sums is not None
         norms, changes = ([value.item() for value in values] for values in zip(*done, strict=True))
-        return self._metrics(prepared, sums, norms, changes)
+        return self._metrics(prepared, sums, norms, changes, value_sums)
 
     def _with_proximal(
         self, updates: tuple[PreparedUpdate, ...], interrupted: Callable[[], bool]
@@ -513,11 +549,33 @@ class Trainer:
             found.append(replace(update, calls=tuple(calls)))
         return tuple(found)
 
+    def _judged(
+        self, updates: tuple[PreparedUpdate, ...], interrupted: Callable[[], bool]
+    ) -> tuple[tuple[PreparedUpdate, ...], list[list[Targets]]] | None:
+        """The updates with the critic's advantages, and what the critic learns from each, where there is one."""
+        if self._critic is None:
+            return updates, []
+        every = [call for update in updates for call in update.calls]
+        found = self._critic.judge(self._state.critic, self._params, _bare(every), interrupted)
+        if found is None:
+            return None
+        each = iter(zip(*found, strict=True))
+        judged, targets = [], []
+        for update in updates:
+            here = [next(each) for _ in update.calls]
+            pairs = zip(update.calls, here, strict=True)
+            calls = tuple((bucket, batch._replace(advantages_N=white)) for (bucket, batch), (white, _) in pairs)
+            judged.append(replace(update, calls=calls))
+            targets.append([target for _, target in here])
+        return tuple(judged), targets
+
     def gradient(self, prepared: PreparedStep) -> tuple[Adapter, LossSums]:
         """The gradient of a step of one update, divided by the global denominator, and its sums. Changes nothing."""
         updates = self._with_proximal(prepared.updates, never)
         assert updates is not None
-        (update,) = updates
+        judged = self._judged(updates, never)
+        assert judged is not None
+        ((update,), _) = judged
         accumulated = self._gather(self._state.adapter, update.calls, never)
         assert accumulated is not None
         scale = np.float32(1 / max(prepared.denominator, 1))
@@ -546,7 +604,12 @@ class Trainer:
         return _Accumulated(gradient, sums)
 
     def _metrics(
-        self, prepared: PreparedStep, sums: LossSums, norms: Sequence[float], changes: Sequence[bool]
+        self,
+        prepared: PreparedStep,
+        sums: LossSums,
+        norms: Sequence[float],
+        changes: Sequence[bool],
+        values: ValueSums | None,
     ) -> StepMetrics:
         total = {name: float(value) for name, value in sums._asdict().items()}
         valid = max(total["tokens"] - total["invalid"], 1.0)
@@ -572,6 +635,8 @@ class Trainer:
             behaviour_kl=total["behaviour_kl"] / valid,
             effective_sample_size=total["weight"] ** 2 / max(total["weight_squared"], 1e-30) / valid,
             reference_kl=total["reference_kl"] / valid,
+            value_loss=values.value_loss if values is not None else 0.0,
+            explained_variance=values.explained_variance if values is not None else 0.0,
         )
 
 
@@ -593,8 +658,11 @@ class StepProgram:
         temperature: float = 1.0,
         max_kept: int = 0,
         remat: bool | Remat = False,
+        episodes: bool = False,
     ) -> None:
+        """`episodes`: batches say which token is of which episode, whether the loss asks for it or not."""
         sharding.check_rows(rows_per_call)
+        self._episodes = episodes or loss.needs_sequences
         self._config, self._lora, self._loss, self._sharding = config, lora, loss, sharding
         self._model = MeshModel(config, sharding)
         self._temperature, self._max_kept, self._remat = temperature, max_kept, remat
@@ -639,7 +707,7 @@ class StepProgram:
             advantages_N=np.zeros(size, np.float32),
             counts_S=np.zeros(self._sharding.shares, np.int32),
             kept_NK=np.full((size, self._max_kept), -1, np.int32) if self._max_kept else None,
-            sequences_N=np.full(size, size - 1, np.int32) if self._loss.needs_sequences else None,
+            sequences_N=np.full(size, size - 1, np.int32) if self._episodes else None,
         )
 
     def _abstract_accumulated(self) -> _Accumulated:
@@ -743,6 +811,11 @@ class StepProgram:
             lambda new, old: jnp.where(usable, new, old), (adapter, optimizer), (state.adapter, state.optimizer)
         )
         return TrainState(adapter, optimizer, state.step + advance), norm, usable
+
+
+def _bare(calls: Sequence[tuple[int, Batch]]) -> list[tuple[int, Batch]]:
+    """The calls as they were prepared, which is how the critic's functions are compiled."""
+    return [(bucket, batch._replace(proximal_N=None)) for bucket, batch in calls]
 
 
 def _places(arrays: Any) -> Any:

@@ -27,6 +27,7 @@ from learner.alarms import AlarmSettings
 from learner.background import AdapterPublisher, CheckpointWriter, Device
 from learner.checkpoints import Checkpoints
 from learner.clients import publisher_client
+from learner.critic import CriticSettings
 from learner.feeder import TaskSource
 from learner.ledger import Ledger
 from learner.loop import Ending, Interrupt, Loop, Parts
@@ -76,6 +77,7 @@ class LearnerSpec:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
     packing: PackingSettings = field(default_factory=PackingSettings)
     temperature: float = 1.0
     """Of the sampler in training."""
@@ -110,6 +112,7 @@ def make_trainer(spec: LearnerSpec, model: LoadedModel) -> Trainer:
         advantages=spec.advantages,
         epochs=spec.learner.epochs,
         minibatches=spec.learner.minibatches,
+        critic=spec.critic,
     )
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from environments.environment import EnvironmentSettings
 from learner.alarms import AlarmSettings
 from learner.algorithms import ALGORITHMS, DEFAULT
-from learner.losses import LossSettings
+from learner.critic import CriticSettings
+from learner.losses import KlPlace, LossSettings
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.sharding import ShardingSettings
 from learner.step import OptimizerSettings
@@ -61,7 +62,7 @@ class Run:
     `cloud.bucket`/`name`. Where an earlier attempt's checkpoints lie, `headrace run` begins no fresh one."""
     algorithm: str = DEFAULT
     """Fills in what [advantages] and [loss] leave out: `dapo`, `grpo`, `dr_grpo`, `rloo`, `reinforce++`,
-    `reinforce++_baseline`, `maxrl`, `gspo`, `gspo_token`, `cispo` or `icepop`; see docs/algorithms.md."""
+    `reinforce++_baseline`, `maxrl`, `gspo`, `gspo_token`, `cispo`, `ppo` or `icepop`; see docs/algorithms.md."""
     model: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -73,6 +74,7 @@ class Run:
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -105,6 +107,11 @@ class Run:
             )
         if not self.sampling.temperature > 0:
             raise SettingsError("sampling.temperature must be above 0 in training: greedy groups have no variance")
+        if self.advantages.critic and self.loss.kl_coefficient > 0 and self.loss.kl_in is KlPlace.REWARD:
+            raise SettingsError(
+                "loss.kl_in must be 'loss' with the estimator gae: the critic's advantages come from the environment's "
+                "rewards alone"
+            )
         if self.learner.max_staleness > 0 and self.loss.ignores_staleness:
             raise SettingsError(
                 f"learner.max_staleness is {self.learner.max_staleness} and loss.correction is 'none': stale tokens "

@@ -26,6 +26,7 @@ def learner_spec(run: Run) -> LearnerSpec:
         optimizer=run.optimizer,
         loss=run.loss,
         advantages=run.advantages,
+        critic=run.critic,
         packing=run.packing,
         temperature=run.sampling.temperature,
         max_kept=run.sampling.max_kept if run.sampling.truncates else 0,

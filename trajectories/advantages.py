@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trajectories.schema import Row
+from trajectories.schema import Closing, Row
 
 Rewards = NDArray[np.float64]
 
@@ -34,6 +34,8 @@ class Estimator:
     """Equal rewards give a group without gradient, which is filtered: DAPO's dynamic sampling (arXiv:2503.14476)."""
     whiten: bool = False
     """The learner brings the advantages of a step's loss tokens to mean 0 and variance 1, see `whitened`."""
+    critic: bool = False
+    """The learner has a critic, which estimates advantages token by token from rewards (`gae`) and whitens them."""
 
 
 def grpo(rewards_N: Rewards) -> Rewards:
@@ -52,8 +54,8 @@ def rloo(rewards_N: Rewards) -> Rewards:
     return np.asarray((rewards_N - rewards_N.mean()) * (n / (n - 1)))
 
 
-def reinforce_plus_plus(rewards_N: Rewards) -> Rewards:
-    """r: the baseline and the scale are those of the whole step."""
+def reward(rewards_N: Rewards) -> Rewards:
+    """r: the learner knows better what was to be expected."""
     return rewards_N
 
 
@@ -68,9 +70,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(grpo, "DeepSeekMath, arXiv:2402.03300"),
     "dr_grpo": Estimator(dr_grpo, "Dr. GRPO, arXiv:2503.20783"),
     "rloo": Estimator(rloo, "Back to Basics, arXiv:2402.14740"),
-    "reinforce++": Estimator(reinforce_plus_plus, "arXiv:2501.03262", group_relative=False, whiten=True),
+    "reinforce++": Estimator(reward, "arXiv:2501.03262", group_relative=False, whiten=True),
     "reinforce++_baseline": Estimator(dr_grpo, "arXiv:2501.03262", whiten=True),
     "maxrl": Estimator(maxrl, "arXiv:2602.02710"),
+    "gae": Estimator(reward, "Schulman et al. 2016, arXiv:1506.02438", group_relative=False, critic=True),
 }
 """Name in the run file -> estimator."""
 
@@ -80,7 +83,7 @@ class AdvantageSettings:
     """Section [advantages] of the run file."""
 
     estimator: str = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `reinforce++`, `reinforce++_baseline` or `maxrl`; see docs/algorithms.md."""
+    """`grpo`, `dr_grpo`, `rloo`, `reinforce++`, `reinforce++_baseline`, `maxrl` or `gae`; see docs/algorithms.md."""
     overlong_tokens: int = 0
     """DAPO's soft overlong punishment: an episode of more sampled tokens than this loses 1 reward. 0 is off."""
     overlong_buffer: int = 0
@@ -100,6 +103,10 @@ class AdvantageSettings:
     @property
     def whiten(self) -> bool:
         return ESTIMATORS[self.estimator].whiten
+
+    @property
+    def critic(self) -> bool:
+        return ESTIMATORS[self.estimator].critic
 
 
 def advantages(
@@ -158,6 +165,32 @@ def whitened(rows: Sequence[Row]) -> tuple[Row, ...]:
         )
         for row, mask_T in zip(rows, masks, strict=True)
     )
+
+
+def token_rewards(rows: Sequence[Row], closings: Sequence[Closing]) -> tuple[Row, ...]:
+    """The rows of `closings` with rewards in place of advantages, which are each episode's whole reward.
+
+    What the environment gave for a turn lies at the last token sampled in it; what no turn accounts for, such as a
+    punishment of length, at the episode's last.
+    """
+    episodes = {(closing.closing_id, episode.sample): episode for closing in closings for episode in closing.episodes}
+    found = []
+    for row in rows:
+        rewards_T = np.zeros_like(row.advantages_T)
+        for segment in row.segments:
+            part = slice(segment.start, segment.start + segment.length)
+            sampled = segment.start + np.flatnonzero(row.loss_mask_T[part])
+            if not len(sampled):
+                continue
+            rest = float(row.advantages_T[sampled[-1]])
+            for turn in episodes[segment.closing_id, segment.sample].turns:
+                last = int(np.searchsorted(row.positions_T[sampled], turn.end)) - 1
+                if last >= 0:
+                    rewards_T[sampled[last]] += turn.reward
+                    rest -= turn.reward
+            rewards_T[sampled[-1]] += rest
+        found.append(dataclasses.replace(row, advantages_T=rewards_T))
+    return tuple(found)
 
 
 def gae(

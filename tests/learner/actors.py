@@ -26,7 +26,7 @@ from policy.lora import LoraSettings
 from policy.transformer import ModelConfig
 from policy.weights import ModelSettings, save_model
 from trajectories import codec
-from trajectories.advantages import AdvantageSettings, advantages
+from trajectories.advantages import advantages
 from trajectories.packing import bucket_of, pack
 from trajectories.schema import (
     Closing,
@@ -212,7 +212,7 @@ class Actors:
                 task.group_size,
                 tuple(members),
                 failed_members=self.habits.failing_members,
-                advantages=advantages([member.reward for member in members], AdvantageSettings()),
+                advantages=advantages([member.reward for member in members], self.spec.advantages),
             )
             self._publish(topics.rows, pack([closing], bucket_of(closing, BUCKETS)))
 

@@ -24,6 +24,7 @@ PAPERS = {
     "gspo": ("grpo", "gspo", "none", (3e-4, 4e-4), SEQUENCE, 0.0),
     "gspo_token": ("grpo", "gspo_token", "none", (3e-4, 4e-4), SEQUENCE, 0.0),
     "cispo": ("grpo", "cispo", "none", (1.0, 4.0), TOKEN, 0.0),
+    "ppo": ("gae", "ppo", "none", (0.2, 0.2), TOKEN, 0.0),
     "icepop": ("grpo", "decoupled_ppo", "icepop", (0.2, 0.2), SEQUENCE, 0.0),
 }
 
@@ -51,6 +52,7 @@ def group_advantages(rewards: list[float], estimator: str) -> list[float]:
         "dr_grpo": [r - mean for r in rewards],
         "rloo": [r - (sum(rewards) - r) / (count - 1) for r in rewards],
         "reinforce++": rewards,
+        "gae": rewards,
         "reinforce++_baseline": [r - mean for r in rewards],
         "maxrl": [(r - mean) / (mean + 1e-4) for r in rewards],
     }[estimator]
@@ -58,7 +60,8 @@ def group_advantages(rewards: list[float], estimator: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_goes_from_rewards_to_its_papers_gradient(name: str) -> None:
-    """On rows whose policy has moved since they were sampled; what a step whitens is in `test_step.py`."""
+    """On rows whose policy has moved since they were sampled. What a step whitens is in `test_step.py`, what a critic
+    makes of rewards in `test_critic.py`."""
     estimate, loss = ALGORITHMS[name].settings()
     lengths = (4, 9, 2, 6)
     rewards = [1.0, 0.0, 0.25, 1.0]

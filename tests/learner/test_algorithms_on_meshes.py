@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-ON_MESHES = """
+ROWS_AND_TRAINER = """
 import sys
 sys.path[:0] = [{repository!r}, {tests!r}]
 import dataclasses
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp, numpy as np, optax
 from learner.algorithms import ALGORITHMS
+from learner.critic import CriticSettings
 from learner.losses import LossSettings, policy_loss
 from learner.sharding import ShardingSettings
 from learner.step import OptimizerSettings, Trainer
@@ -50,8 +51,8 @@ def rows():
 
 ROWS = rows()
 assert len(jax.devices()) == len(ROWS) == 8
-
-
+"""
+LOSSES_ON_MESHES = """
 def on(mesh, given=None):
     trainer = make(mesh)
     trainer.restore(trainer.state()._replace(adapter=ADAPTER))
@@ -94,7 +95,7 @@ def size(x):
 
 logprobs, gradient, value, slope, sums = on(None)
 assert (size(gradient) > 1e-3).all()
-for mesh in (dict(data=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4)):
+for mesh in (dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4)):
     found, other_gradient, other_value, other_slope, other_sums = on(ShardingSettings(**mesh), logprobs)
     # Of the same log-probs: what an algorithm makes of them.
     np.testing.assert_allclose(other_value, value, rtol=1e-6, atol=1e-6)
@@ -104,15 +105,49 @@ for mesh in (dict(data=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4
     np.testing.assert_allclose(found, logprobs, rtol=0, atol=1e-5)
     assert (size(other_gradient - gradient) <= 1e-5 * size(gradient)).all()
     print(mesh, (size(other_gradient - gradient) / size(gradient)).max(), np.abs(found - logprobs).max())
+
+print("equal")
+"""
+CRITIC_ON_MESHES = """
+def judged(mesh):
+    advantages, loss = ALGORITHMS["ppo"].settings()
+    trainer = Trainer(CONFIG, random_params(), LORA, OptimizerSettings(), loss, buckets=(64,), rows_per_call=8,
+                      temperature=1.0, seed=0, sharding=mesh, advantages=advantages,
+                      critic=CriticSettings(rank=2, alpha=3.0))
+    trainer.compile()
+    critic = trainer.state().critic
+    weights = dict(critic.weights, adapter=random_adapter(critic.weights["adapter"]),
+                   head=np.linspace(-0.4, 0.5, CONFIG.embed_dim, dtype=np.float32))
+    trainer.restore(trainer.state()._replace(adapter=ADAPTER, critic=critic._replace(weights=weights)))
+    gradient, _ = trainer.gradient(trainer.prepare(ROWS))
+    metrics = trainer.run(trainer.prepare(ROWS))
+    slope = optax.tree.get(trainer.state().critic.optimizer, "mu")  # Adam's first moment: in proportion to the gradient
+    return jax.tree.leaves(gradient), jax.tree.leaves(jax.tree.map(np.asarray, slope)), metrics
+
+
+one, many = judged(None), judged(ShardingSettings(data=2, fsdp=2, tensor=2))
+for a, b in zip([*many[0], *many[1]], [*one[0], *one[1]], strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+np.testing.assert_allclose(many[2].value_loss, one[2].value_loss, rtol=1e-5)
+np.testing.assert_allclose(many[2].explained_variance, one[2].explained_variance, rtol=1e-4)
 print("equal")
 """
 
 
-def test_every_algorithm_on_every_mesh() -> None:
-    code = ON_MESHES.format(repository=str(TESTS.parents[1]), tests=str(TESTS))
+def run(code: str) -> None:
+    code = (ROWS_AND_TRAINER + code).format(repository=str(TESTS.parents[1]), tests=str(TESTS))
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "equal" in done.stdout
+
+
+def test_every_algorithm_on_every_mesh() -> None:
+    run(LOSSES_ON_MESHES)
+
+
+def test_the_critic_on_a_mesh() -> None:
+    """Its own forward passes, the advantages that it whitens over all devices, and its update."""
+    run(CRITIC_ON_MESHES)

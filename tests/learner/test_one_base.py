@@ -6,10 +6,12 @@ import gc
 import jax
 import numpy as np
 
+from learner.critic import CriticSettings
 from learner.losses import KlPlace, LossSettings
 from learner.step import OptimizerSettings, Trainer
 from policy.lora import LoraSettings
 from tests.learner.test_step import CONFIG, closings, packed_rows, random_params
+from trajectories.advantages import AdvantageSettings
 
 LARGE = dataclasses.replace(CONFIG, vocab_size=2048, embed_dim=256, num_heads=8, head_dim=32, mlp_dim=1024)
 BASE_BYTES = 4 * sum(
@@ -20,7 +22,7 @@ BASE_BYTES = 4 * sum(
 )
 
 
-def trainer(loss: LossSettings) -> Trainer:
+def trainer(loss: LossSettings, estimator: str = "grpo") -> Trainer:
     return Trainer(
         LARGE,
         random_params(config=LARGE),
@@ -31,6 +33,8 @@ def trainer(loss: LossSettings) -> Trainer:
         rows_per_call=1,
         temperature=1.0,
         seed=0,
+        advantages=AdvantageSettings(estimator),
+        critic=CriticSettings(rank=1),
     )
 
 
@@ -60,3 +64,10 @@ def test_the_reference_is_the_base_that_the_actor_stands_on() -> None:
     # What the reference costs is its activations.
     assert one.temp_size_in_bytes - none.temp_size_in_bytes < 0.1 * BASE_BYTES
     assert one.output_size_in_bytes < 0.1 * BASE_BYTES
+
+
+def test_the_critic_stands_on_the_same_base() -> None:
+    before = live_bytes()
+    actor = trainer(LossSettings(policy_loss="ppo", correction="none"), "gae")
+    assert actor.state().critic is not None
+    assert live_bytes() - before < 1.1 * BASE_BYTES

@@ -33,9 +33,8 @@ def write_run(folder: Path, text: str) -> str:
 
 
 def test_an_algorithm_fills_in_what_the_run_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_run(
-        tmp_path, 'name = "a"\nalgorithm = "dr_grpo"\n[sampling]\nmax_context = 300\n[loss]\nclip_high = 0.3'
-    )
+    sections = '[model]\npath = "calculator-tiny"\n[sampling]\nmax_context = 300\n[loss]\nclip_high = 0.3'
+    file = write_run(tmp_path, f'name = "a"\nalgorithm = "dr_grpo"\n{sections}')
     run = load_run(file)
     assert (run.advantages.estimator, run.loss.aggregation, run.loss.constant_length) == ("dr_grpo", "constant", 300)
     assert (run.loss.clip_low, run.loss.clip_high) == (0.2, 0.3)
@@ -78,6 +77,7 @@ def test_a_resolved_run_keeps_its_settings_whatever_its_algorithm_is_called(tmp_
         ('name = "a"\n[loss]\ncorrection = "none"', "Set a correction such as 'tis', or max_staleness = 0"),
         ('name = "a"\n[loss]\npolicy_loss = "gspo"', "would count it twice"),
         ('name = "a"\nalgorithm = "grpq"', "algorithm must be one of dapo, grpo"),
+        ('name = "a"\nalgorithm = "ppo"\n[loss]\nkl_coefficient = 0.1\nkl_in = "reward"', "kl_in must be 'loss'"),
         ('name = "a"\n[environment]\nepisode_timeout_s = 5000.0', "issued twice"),
         ('name = "a"\n[learner]\nno_progress_s = 60.0', "one slow group ends the run"),
         ('name = "a"\n[rollouts]\nmin_members = 9\n[learner]\ngroup_size = 8', "else every group fails"),

@@ -14,11 +14,12 @@ from trajectories.advantages import (
     advantages,
     filtered,
     gae,
+    token_rewards,
     whitened,
     zero_variance,
 )
 from trajectories.packing import pack
-from trajectories.schema import Closing, Episode
+from trajectories.schema import Closing, Episode, Turn
 
 rewards = st.lists(st.floats(0, 100), min_size=2, max_size=32)
 
@@ -33,6 +34,7 @@ def test_estimators_equal_their_formulas(values: list[float]) -> None:
         "dr_grpo": [value - mean for value in values],
         "rloo": [value - (sum(values) - value) / (count - 1) for value in values],
         "reinforce++": values,
+        "gae": values,
         "reinforce++_baseline": [value - mean for value in values],
         "maxrl": [(value - mean) / (mean + 1e-4) for value in values],
     }
@@ -52,6 +54,7 @@ def test_only_estimators_with_a_group_baseline_filter_groups_without_variance() 
     assert filtered([1.0, 1.0], AdvantageSettings())
     assert not filtered([1.0, 0.0], AdvantageSettings())
     assert not filtered([1.0, 1.0], AdvantageSettings("reinforce++"))
+    assert not filtered([1.0, 1.0], AdvantageSettings("gae"))
     for name, estimator in ESTIMATORS.items():
         assert estimator.group_relative == (not any(advantages([3.0] * 4, AdvantageSettings(name))))
 
@@ -94,6 +97,36 @@ def test_a_step_is_whitened_over_its_loss_tokens_however_it_is_packed() -> None:
     (row,) = pack(closings[:1], 32).rows
     spoilt = dataclasses.replace(row, advantages_T=np.where(row.loss_mask_T, np.float32(np.nan), 0))
     assert whitened([spoilt]) == (spoilt,)
+
+
+def test_rewards_lie_at_the_last_token_of_their_turn_however_it_is_packed() -> None:
+    """The rest of an episode's reward, such as a punishment, lies at its last sampled token."""
+
+    def closing(group: int) -> Closing:
+        mask_T = np.array([0, 0, 0, 1, 1, 0, 1, 1, 1, 0], bool)
+        episodes = tuple(
+            Episode(
+                "r", group, 0, sample, 2, np.arange(10), mask_T, np.zeros(10), 3,
+                turns=(Turn(3, 5, 1.0 + group), Turn(6, 9, 0.5 * sample)),
+            )
+            for sample in range(2)
+        )  # fmt: skip
+        return Closing("r", group, 0, f"c{group}", 2, episodes, advantages=(1.0 + group, 1.25 + group))
+
+    closings = [closing(group) for group in range(3)]
+    for rows in (pack(closings, 64).rows, [row for one in closings for row in pack([one], 32).rows]):
+        found = {}
+        for row in token_rewards(rows, closings):
+            assert not row.advantages_T[~row.loss_mask_T].any()
+            for segment in row.segments:
+                place = slice(segment.start, segment.start + segment.length)
+                if segment.parent:
+                    found[segment.closing_id, segment.sample] = row.advantages_T[place].tolist()
+        assert found == {
+            (f"c{group}", sample): [0, 1 + group, 0, 0, 0, [0, 0.25][sample], 0]
+            for group in range(3)
+            for sample in (0, 1)
+        }
 
 
 @given(
