@@ -451,6 +451,15 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def usual_signals() -> None:
+    """Signals as Python has them at its start. A shell starts what runs in the background, and nohup what it runs, with
+    some ignored, and a process inherits that."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 def hide_memory() -> None:
     """No other process of the same user may look into this one (until it becomes another program)."""
     prctl(4, 0)  # PR_SET_DUMPABLE

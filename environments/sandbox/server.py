@@ -327,6 +327,7 @@ class _Server:
         """In a call's process: give up everything, in an order in which each step is still allowed. Raises OSError."""
         os.setsid()
         os.umask(0o077)
+        locks.usual_signals()
         self.rooms[slot].enter() if self.rooms else os.chdir("/")
         if Layer.LIMITS in self:
             self.limit()

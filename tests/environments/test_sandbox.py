@@ -1266,3 +1266,19 @@ def test_it_needs_no_rights_itself(outside):
     assert right == "42"
     wrong = {name: answer for name, answer in answers.items() if answer[:2] != ["completed", ""]}
     assert wrong == {}
+
+
+def test_signals_that_the_engine_ignores_end_a_call_all_the_same():
+    """What a shell starts in the background ignores SIGINT and SIGQUIT, and nohup SIGHUP."""
+    numbers = (signal.SIGQUIT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        box = Box(SandboxSettings(interpreter="cpython", **LIMITS))
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    try:
+        for number in numbers:
+            assert box.run(f"import os\nos.kill(os.getpid(), {int(number)})").status is CRASHED
+    finally:
+        box.close()
