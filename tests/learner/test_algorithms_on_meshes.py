@@ -23,7 +23,7 @@ from learner.step import OptimizerSettings, Trainer
 from test_losses import variants
 from test_step import CONFIG, LORA, closings, packed_rows, plain_logprobs, random_adapter, random_params
 
-LOSSES = [*(algorithm.settings()[1] for algorithm in ALGORITHMS.values()), *variants()]
+LOSSES = list(dict.fromkeys([*(algorithm.settings()[1] for algorithm in ALGORITHMS.values()), *variants()]))
 
 
 def make(mesh):

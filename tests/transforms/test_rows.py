@@ -31,13 +31,16 @@ def closing(make_episode: MakeEpisode, number: int, members: int = 3, **changes:
     return Closing("run-1", number, 0, f"closing-{number}", 3, episodes)
 
 
-def outputs(closings: Sequence[Closing], packing: PackingSettings, folder: Path) -> list[Any]:
+def outputs(
+    closings: Sequence[Closing],
+    packing: PackingSettings,
+    folder: Path,
+    settings: AdvantageSettings = AdvantageSettings(),  # noqa: B008 (frozen)
+) -> list[Any]:
     """What Advantages and PackRows make of the closings, once every timer has fired."""
     stream = Stream().add_elements(list(closings)).advance_processing_time(PAST_EVERY_DEADLINE_S)
     with Pipeline(options=PipelineOptions([], streaming=True)) as pipeline:
-        estimated = (
-            pipeline | stream | beam.Map(lambda one: one).with_output_types(Closing) | Advantages(AdvantageSettings())
-        )
+        estimated = pipeline | stream | beam.Map(lambda one: one).with_output_types(Closing) | Advantages(settings)
         packed, refused, unpackable = estimated.closings | PackRows(packing)
         everything = (packed, refused, unpackable, estimated[VERDICTS], estimated[DEAD]) | beam.Flatten()
         everything | beam.Map(_keep, folder)
@@ -75,6 +78,25 @@ def test_a_group_without_variance_is_filtered(make_episode: MakeEpisode, tmp_pat
     (result,) = outputs([closing(make_episode, 5, reward=0.5, success=True)], PackingSettings(), tmp_path)
     assert (result.outcome, result.group_id, result.reward_mean) == (Outcome.FILTERED, 5, 0.5)
     assert (result.success_mean, result.members, result.closing_id) == (1.0, 3, "closing-5")
+
+
+def test_a_group_without_variance_trains_where_the_baseline_is_not_its_own(
+    make_episode: MakeEpisode, tmp_path: Path
+) -> None:
+    one = closing(make_episode, 5, reward=0.5)
+    (packed,) = outputs([one], PackingSettings(buckets=(64,)), tmp_path, AdvantageSettings("reinforce++"))
+    assert packed.closings[0].advantages == (0.5, 0.5, 0.5)
+
+
+def test_the_overlong_punishment_counts_sampled_tokens(make_episode: MakeEpisode, tmp_path: Path) -> None:
+    one = closing(make_episode, 5)
+    sampled = one.episodes[0].sampled_tokens
+    for longest, expected in ((sampled, [0.0, 1.0, 2.0]), (sampled - 1, [-1.0, 0.0, 1.0])):
+        folder = tmp_path / str(longest)
+        folder.mkdir()
+        settings = AdvantageSettings("reinforce++", overlong_tokens=longest)
+        (packed,) = outputs([one], PackingSettings(buckets=(64,)), folder, settings)
+        assert list(packed.closings[0].advantages) == expected
 
 
 def test_a_closing_longer_than_every_row_leaves_a_dead_letter(make_episode: MakeEpisode, tmp_path: Path) -> None:
