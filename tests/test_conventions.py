@@ -51,14 +51,18 @@ def test_code_in_data_is_seen(source):
     assert unpickling(source)
 
 
+RUNS_CODE = {"environments/sandbox/server.py": ["eval", "exec", "exec"]}
+"""Where a policy's code runs: in a process that locked itself up before it read it."""
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_code_in_data(room):
     found = {
-        str(path.relative_to(ROOT)): names
+        str(path.relative_to(ROOT)): sorted(names)
         for path in sorted((ROOT / room).rglob("*.py"))
         if (names := unpickling(path.read_text()))
     }
-    assert found == {}
+    assert found == {name: names for name, names in RUNS_CODE.items() if name.startswith(f"{room}/")}
 
 
 def test_no_paths_of_one_machine():
