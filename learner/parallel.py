@@ -4,7 +4,7 @@ Invariant: values and gradients do not depend on the mesh. A look-up of embeddin
 states stay with the device of their row, and the logits of a token exist in shares of the vocabulary, for a chunk of
 tokens at a time.
 
-On one device without kernels of its own (a CPU) this is `policy.transformer.hidden_states` and `token_logprobs`.
+On one CPU this is `policy.transformer.hidden_states` and `token_logprobs`.
 
 Axes: B rows, T tokens, D embedding, V vocabulary, N loss tokens (S shares of N / S, one for each share of the rows).
 """
@@ -55,7 +55,7 @@ class MeshModel:
         """`interpret` takes the TPU's attention on any machine, slowly."""
         self._config, self._sharding, self._interpret = config, sharding, interpret
         self._tpu = sharding.platform == "tpu" or interpret
-        self._spread = self._tpu or sharding.mesh.size > 1
+        self._spread = self._tpu or sharding.platform != "cpu" or sharding.mesh.size > 1
 
     def hidden_states(
         self,
@@ -173,7 +173,7 @@ class MeshModel:
         windowed_BTT = visible_BTT
         if config.sliding_window is not None:
             windowed_BTT = windowed(visible_BTT, layout.positions_BT, config.sliding_window)
-        kernels: dict[str, Kernel] = {"cpu": blocked_attention, "gpu": _gpu_attention}
+        kernels: dict[str, Kernel] = {"cpu": blocked_attention, "gpu": gpu_attention}
         kernel = kernels.get(self._sharding.platform, attention)
 
         def attend(q: Array, k: Array, v: Array, local: bool | Array) -> Array:
@@ -214,11 +214,15 @@ class MeshModel:
         return mapped
 
 
-def _gpu_attention(q: Array, k: Array, v: Array, visible_BTT: Array, softcap: float | None) -> Array:
-    """cuDNN's attention where it can compute the model's, which is in half precision and without a softcap."""
-    if softcap is not None or q.dtype not in (jnp.bfloat16, jnp.float16):
+def gpu_attention(
+    q: Array, k: Array, v: Array, visible_BTT: Array, softcap: float | None, *, implementation: str = "cudnn"
+) -> Array:
+    """cuDNN's attention where it can compute the model's: in half precision, with heads of at most 128 dimensions, and
+    without a softcap."""
+    d = q.shape[-1]
+    if softcap is not None or q.dtype not in (jnp.bfloat16, jnp.float16) or d > 128 or d % 8:
         return attention(q, k, v, visible_BTT, softcap)
-    return jax.nn.dot_product_attention(q, k, v, mask=visible_BTT[:, None], implementation="cudnn")
+    return jax.nn.dot_product_attention(q, k, v, mask=visible_BTT[:, None], implementation=implementation)
 
 
 # Log-probs. The rule for the gradient stands outside of the shard_map, so that no sum over devices is differentiated.

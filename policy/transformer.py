@@ -380,7 +380,7 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         lora_scale: float | Array = 1.0,
         *,
         local: bool | Array = False,
-        constrain: Constrain = lambda x, axes: x,
+        constrain: Constrain | None = None,
     ) -> Array:
         """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`; `fuse_adapter` for a fused layer);
         targets it lacks stay the base.
@@ -397,10 +397,15 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
 
         share = adapter_layer or {}
 
+        def spread(x: Array, axes: tuple[str | None, ...]) -> Array:
+            return x if constrain is None else constrain(x, axes)
+
         def linear(x: Array, *names: str) -> tuple[Array, ...]:
             """The projections of one input."""
             if not self.fused:
-                outputs = (project(x, getattr(self, name)[...], share.get(name), lora_scale) for name in names)
+                # Where rows are spread, they stay apart: a sum over devices of [B T, D] cannot end spread over T.
+                each_row = jax.vmap(project, (0, None, None, None)) if constrain is not None else project
+                outputs = (each_row(x, getattr(self, name)[...], share.get(name), lora_scale) for name in names)
                 return tuple(checkpoint_name(y, _PROJECTION) for y in outputs)
             return tuple(rows(y_ON, x.shape[:-1]) for y_ON in linear_columns(columns(x), *names))
 
@@ -416,7 +421,7 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
                 (y_ON,) = linear_columns(config.activation(gate) * up, "down_proj")
                 return rows(y_ON, x.shape[:-1])
             gate, up = linear(x, "gate_proj", "up_proj")
-            (y,) = linear(constrain(config.activation(gate) * up, ("rows", None, "mlp")), "down_proj")
+            (y,) = linear(spread(config.activation(gate) * up, ("rows", None, "mlp")), "down_proj")
             return y
 
         def norm(name: str, x: Array) -> Array:
@@ -429,10 +434,10 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
             return norm(f"{name}_norm", y) if config.qk_norm and name != "v" else y
 
         def whole(x: Array) -> Array:
-            return constrain(x, WHOLE)
+            return spread(x, WHOLE)
 
         def residual(x: Array) -> Array:
-            return constrain(x, RESIDUAL)
+            return spread(x, RESIDUAL)
 
         q, k, v = linear(whole(norm("input_norm", x_BTD)), "q_proj", "k_proj", "v_proj")
         q = rotate(heads("q", q, config.num_heads), where)
@@ -441,9 +446,9 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         if config.query_scale is not None:
             # Every attention divides by sqrt(d).
             q = q * (config.query_scale * config.head_dim**0.5)
-        q = constrain(q, ("rows", None, "heads", None))
-        k, v = (constrain(x, ("rows", None, "kv_heads", None)) for x in (k, v))
-        o = constrain(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), ("rows", None, "heads"))
+        q = spread(q, ("rows", None, "heads", None))
+        k, v = (spread(x, ("rows", None, "kv_heads", None)) for x in (k, v))
+        o = spread(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), ("rows", None, "heads"))
         h = residual(*linear(o, "o_proj"))
         x_BTD = residual(x_BTD + (norm("attention_output_norm", h) if config.output_norms else h))
         h = residual(mlp(whole(norm("post_norm", x_BTD))))
@@ -593,7 +598,7 @@ def run_layers(
     attend: LayerAttend,
     *,
     remat: bool | Remat = Remat.NONE,
-    constrain: Constrain = lambda x, axes: x,
+    constrain: Constrain | None = None,
     gather: Gather | None = None,
 ) -> Array:
     """The residual stream behind the last layer -> x_BTD. `layers` is `params["layers"]`, of either layout.

@@ -7,6 +7,7 @@ import pytest
 
 from learner import attention as kernels
 from learner.attention import NO_WINDOW, RowLayout, row_attention
+from learner.parallel import gpu_attention
 from policy.transformer import attention, visible, windowed
 
 
@@ -99,3 +100,14 @@ def test_blocks_that_no_query_sees_are_not_read():
     assert all(seen[i, read[i, j]] for i in range(8) for j in range(8))
     local = kernels._blocks(RowLayout(*map(jnp.asarray, rows)), jnp.int32(256), 512)
     assert (np.asarray(local.by_query_Bnn[0]) == np.arange(8)).sum() < seen.sum()
+
+
+@pytest.mark.parametrize(("softcap", "dtype"), [(None, jnp.bfloat16), (2.0, jnp.bfloat16), (None, jnp.float32)])
+def test_a_gpu_is_asked_for_the_same_attention(softcap, dtype):
+    """By the same call that cuDNN gets, computed by XLA; what cuDNN cannot do is not asked of it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 384, heads, 16)), dtype) for heads in (4, 2, 2))
+    mask = visible(SHARED.segment_ids_BT, SHARED.parent_ids_BT)
+    found = gpu_attention(q, k, v, mask, softcap, implementation="xla").astype(jnp.float32)
+    expected = attention(q, k, v, mask, softcap).astype(jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.03 if dtype == jnp.bfloat16 else 1e-6)

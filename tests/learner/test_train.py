@@ -142,13 +142,14 @@ def test_several_updates_a_step_and_an_alarm_about_what_they_trained_on(
 def test_a_run_with_a_critic_goes_on_where_it_was(spec: LearnerSpec, tmp_path: Path) -> None:
     """PPO: the critic's state is in the checkpoint, and the adapters that go out are the actor's alone."""
     estimate, loss = ALGORITHMS["ppo"].settings()
-    spec = replace(spec, advantages=estimate, loss=loss, learner=replace(spec.learner, steps=2))
+    learner = replace(spec.learner, steps=2, epochs=2, minibatches=3)
+    spec = replace(spec, advantages=estimate, loss=loss, learner=learner)
     assert run(spec, tmp_path)[0] == 0
     spec = replace(spec, learner=replace(spec.learner, steps=3))
     status, summary = run(spec, tmp_path)
     check_books(spec, tmp_path)
     assert (status, summary["version"], summary["compiles_after_warmup"]) == (0, "3.2", 0)
-    assert all(step["value_loss"] > 0 for step in steps_of(tmp_path))
+    assert all(step["value_loss"] > 0 and step["updates"] == 6 for step in steps_of(tmp_path))
     latest = AdapterStore(open_storage(spec.storage_url), CONFIG, LORA).latest()
     assert latest is not None
     assert latest.version == Version(3, 2)

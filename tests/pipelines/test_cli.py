@@ -36,7 +36,6 @@ def test_without_arguments_the_command_prints_its_help(capsys: Capture) -> None:
         ("environment.name=environments.calculator:Calculater", "near it: Calculator"),
         ("environment.options.latency=1", "environment.options may hold latency_s"),
         ("environment.options.latency_s=-1.0", "latency_s must be 0 or more"),
-        ("evaluation.questions=900000", "evaluation.questions is 900000"),
     ],
 )
 def test_a_dry_run_tries_model_chat_format_and_environment(setting: str, says: str, capsys: Capture) -> None:
@@ -46,6 +45,38 @@ def test_a_dry_run_tries_model_chat_format_and_environment(setting: str, says: s
     captured = capsys.readouterr()
     assert says in captured.err
     assert (captured.out == "") == bool(says)
+
+
+FEW = """
+class Few:
+    def __init__(self, seed, latency_s):
+        self.tasks = self
+
+    def task(self, group_id):
+        return {"number": group_id}
+
+    def eval_tasks(self, count):
+        if count > 2:
+            raise ValueError("there are only 2 held-out questions")
+        return [{"number": -1 - i} for i in range(count)]
+
+    def make(self):
+        raise AssertionError("a dry run makes no episode")
+"""
+
+
+def test_a_dry_run_asks_for_the_held_out_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "few_questions.py").write_text(FEW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = ["demo", "--tiny", "--dry-run", "--set", "environment.name=few_questions:Few", "--set"]
+    assert main([*command, "evaluation.questions=3"]) == 2
+    assert (
+        "evaluation.questions is 3, and environment.name 'few_questions:Few' cannot give as many: there are only 2"
+        in (capsys.readouterr().err)
+    )
+    assert main([*command, "evaluation.questions=2"]) == 0
 
 
 @pytest.mark.parametrize(
