@@ -76,7 +76,8 @@ class SamplingSettings:
     prefill_chunk: int = 64
     """Prompt tokens computed in one call between two decode calls."""
     extend_rows: int = 8
-    """Requests whose short extensions (tool results) are computed in one call."""
+    """Requests whose short extensions (tool results) are computed in one call. Calls of half as many rows and twice the
+    tokens are compiled too, down to those of one prompt: each call takes the shape that suits those who wait."""
     extend_chunk: int = 16
     """Tokens of each of them."""
     steps_per_call: int = 1
@@ -170,9 +171,9 @@ class SamplingSettings:
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, chunk) of the compiled prefill calls: from many short extensions to one long prompt."""
         rows, chunk = min(self.extend_rows, self.slots), min(self.extend_chunk, self.max_context)
-        shapes = {(1, min(self.prefill_chunk, self.max_context)): None}
-        while rows > 1 and chunk < self.prefill_chunk:
-            shapes[rows, chunk] = None
+        shapes = [(1, min(self.prefill_chunk, self.max_context))]
+        while rows > 1 and (chunk < self.prefill_chunk or len(shapes) == 1):
+            shapes.append((rows, chunk))
             rows, chunk = rows // 2, min(2 * chunk, self.max_context)
         return tuple(shapes)
 

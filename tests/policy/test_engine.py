@@ -770,6 +770,13 @@ def test_settings_refuse_what_cannot_work():
     assert SamplingSettings(slots=8, small_batch=0).segments == (8,)
 
 
+def test_prompts_are_computed_in_shapes_from_many_short_ones_to_one_long_one():
+    assert SamplingSettings().prefill_shapes == ((1, 64), (8, 16), (4, 32))
+    assert SamplingSettings(slots=1).prefill_shapes == ((1, 64),)
+    assert SamplingSettings(extend_rows=8, extend_chunk=64).prefill_shapes == ((1, 64), (8, 64))
+    assert SamplingSettings(extend_rows=4, max_context=24).prefill_shapes == ((1, 24), (4, 16), (2, 24))
+
+
 def test_common_prefix():
     a = np.array([1, 2, 3], np.int32)
     assert common_prefix(a, np.array([1, 2, 4, 5], np.int32)) == 2
