@@ -52,13 +52,9 @@ class PythonTool:
         """For one episode: it counts its calls. The first starts the sandbox. Raises SandboxError if it must not start
         here, so that the episode fails before the policy has said anything."""
         self.sandbox.start()
-        settings, calls = self.settings, 0
+        settings = self.settings
 
         async def python(code: str, context: ToolContext) -> str:
-            nonlocal calls
-            calls += 1
-            if calls > settings.calls_per_episode:
-                raise ToolError(f"python may be called {settings.calls_per_episode} times in an episode")
             return shown(await self.sandbox.run(code, seed=context.seed))
 
         return Tool(
@@ -68,7 +64,8 @@ class PythonTool:
             function=python,
             timeout_s=settings.queue_s + settings.timeout_s,
             max_output=settings.output_bytes,
-        )
+            max_calls=settings.calls_per_episode,
+        ).for_episode()
 
 
 def shown(execution: Execution) -> str:

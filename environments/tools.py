@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import threading
 import types
 import typing
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from environments.environment import Action, Message, StepResult, ToolCall
 from trajectories.schema import stream_seed
@@ -180,12 +182,37 @@ class ToolContext:
     """Pure function of run, episode, turn and call."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a tool may take. The settings of each built-in tool begin with these."""
+
+    section: ClassVar[str] = "limits"
+    """What messages call these settings."""
+    timeout_s: float = 10.0
+    """Most seconds for a call, its wait for a free place included."""
+    output_chars: int = 4096
+    """Most characters of an answer; the rest is cut and counted."""
+    calls_per_episode: int = 32
+    """Most calls in one episode; more are refused and counted."""
+
+    def __post_init__(self) -> None:
+        self.require(0 < self.timeout_s <= 3600, "timeout_s", "be more than 0 and at most 3600 seconds")
+        self.require(self.output_chars >= 1, "output_chars", "be at least 1")
+        self.require(self.calls_per_episode >= 1, "calls_per_episode", "be at least 1")
+
+    def require(self, fits: bool, name: str, must: str) -> None:
+        """Raises ValueError that says what setting `name` must do, unless it `fits`."""
+        if not fits:
+            raise ValueError(f"{self.section}.{name} must {must}, found {getattr(self, name)!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     text: str
     counts: Mapping[str, float] = field(default_factory=dict)
     """Named as the episode's metrics: tool_calls; malformed_calls and refused_calls, which are the policy's mistakes;
-    tool_errors, tool_timeouts, cut_outputs and invalid_outputs, which are the tool's."""
+    calls_over_limit, those of the refused that were too many; tool_errors, tool_timeouts, cut_outputs and
+    invalid_outputs, which are the tool's."""
 
     @property
     def failed(self) -> bool:
@@ -205,6 +232,20 @@ class Tool:
     """Most seconds for a call, a blocking one's wait for a free thread included."""
     max_output: int = 4096
     """Most characters of an answer."""
+    max_calls: int | None = None
+    """Most calls in one episode, malformed ones apart; None: any number."""
+    _numbers: Iterator[int] | None = field(default=None, repr=False, compare=False)
+    """Numbers the calls of the episode that this is the tool of."""
+
+    def for_episode(self) -> Tool:
+        """The tool as one episode has it: it counts that episode's calls."""
+        return dataclasses.replace(self, _numbers=itertools.count(1)) if self.max_calls is not None else self
+
+    def limited(self, limits: Limits) -> Tool:
+        """The tool within `limits`."""
+        return dataclasses.replace(
+            self, timeout_s=limits.timeout_s, max_output=limits.output_chars, max_calls=limits.calls_per_episode
+        )
 
     @classmethod
     def of(cls, function: Callable[..., Any], *, timeout_s: float = 30.0, max_output: int = 4096) -> Tool:
@@ -233,6 +274,9 @@ class Tool:
         """Call the tool; see the module's invariant."""
         if problem := mismatch(arguments, self.parameters):
             return ToolResult(f"error: {self.name}: {problem}", {"malformed_calls": 1})
+        if self._numbers is not None and self.max_calls is not None and next(self._numbers) > self.max_calls:
+            text = f"error: {self.name} may be called {self.max_calls} times in an episode"
+            return ToolResult(text, {"tool_calls": 1, "refused_calls": 1, "calls_over_limit": 1})
         given = dict(arguments) | dict.fromkeys(self._context_parameters, context)
         try:
             value = await within(self.timeout_s, self._call(given))
@@ -276,7 +320,7 @@ class ToolEnvironment:
         prompt: Callable[[Mapping[str, Any]], Sequence[Message]],
         score: Callable[[Mapping[str, Any], Sequence[Action]], Score],
     ) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+        self._tools = {tool.name: tool.for_episode() for tool in tools}
         self._prompt = prompt
         self._score = score
         self.payload: Mapping[str, Any] = {}

@@ -9,6 +9,7 @@ import pytest
 from environments.environment import Action, Message
 from environments.tools import (
     BlockingCalls,
+    Limits,
     Score,
     Tool,
     ToolContext,
@@ -212,3 +213,30 @@ def test_tool_environment_answers_every_call_and_scores_the_end():
     assert first.metrics == {"tool_calls": 1, "malformed_calls": 1}
     assert last.done
     assert last.reward == pytest.approx(0.8)
+
+
+def test_calls_beyond_the_limit_are_observations_and_counted_for_each_episode():
+    def echo(x: int) -> int:
+        return x
+
+    tool = Tool.of(echo).limited(Limits(calls_per_episode=2))
+
+    async def episode():
+        environment = ToolEnvironment([tool], lambda payload: [Message("user", "?")], lambda payload, actions: None)
+        await environment.reset({}, episode_id="1.0/0", seed=0)
+        calls = [ToolCall("echo", {"x": x}) for x in ("no number", 1, 2, 3)]
+        return await environment.step(Action("", tuple(calls), FinishReason.STOP))
+
+    for _ in range(2):
+        result = asyncio.run(episode())
+        assert [message.content for message in result.messages[1:]] == [
+            "1",
+            "2",
+            "error: echo may be called 2 times in an episode",
+        ]
+        assert result.metrics == {"malformed_calls": 1, "tool_calls": 3, "refused_calls": 1, "calls_over_limit": 1}
+
+
+def test_limits_say_what_they_must_be():
+    with pytest.raises(ValueError, match="timeout_s must be more than 0 and at most 3600 seconds, found 0"):
+        Limits(timeout_s=0)
