@@ -10,7 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -172,8 +173,18 @@ class Device:
         self._inbox(StepDone(work, metrics, self._trainer.adapter, self._trainer.state(), began, ended, ended_at))
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    version: Version
+    adapter: Adapter
+    step_ended_at: float
+    certain: bool
+    """It is published even if a newer one is offered meanwhile."""
+
+
 class AdapterPublisher:
-    """Publishes the newest adapter it was offered, at most once per interval. What is overtaken is never written."""
+    """Publishes the newest adapter it was offered, at most once per interval. What is overtaken is never written, but
+    for what was offered as certain."""
 
     def __init__(
         self, store: AdapterStore, keep: int, interval_s: float, inbox: Inbox, clock: Callable[[], float]
@@ -181,18 +192,26 @@ class AdapterPublisher:
         self._store, self._keep, self._interval_s = store, keep, interval_s
         self._inbox, self._clock = inbox, clock
         self._changed = threading.Condition()
-        self._offer: tuple[Version, Adapter, float] | None = None
-        self._busy = False
+        self._offers: deque[_Offer] = deque()
+        """Certain ones, and at most one behind them that may be overtaken."""
+        self._protected: frozenset[Version] = frozenset()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="adapter-publisher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def offer(self, version: Version, adapter: Adapter, step_ended_at: float) -> None:
+    def offer(self, version: Version, adapter: Adapter, step_ended_at: float, *, certain: bool = False) -> None:
         with self._changed:
-            self._offer = version, adapter, step_ended_at
+            if self._offers and not self._offers[-1].certain:
+                self._offers.pop()
+            self._offers.append(_Offer(version, adapter, step_ended_at, certain))
             self._changed.notify_all()
+
+    def protect(self, versions: Collection[Version]) -> None:
+        """From now on keep these, however old, and no others but the newest."""
+        with self._changed:
+            self._protected = frozenset(versions)
 
     def close(self, timeout_s: float) -> None:
         """Publish what was offered last, then stop."""
@@ -206,35 +225,45 @@ class AdapterPublisher:
         written = -self._interval_s
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._offer is not None or self._closing)
+                self._changed.wait_for(lambda: self._offers or self._closing)
                 wait = written + self._interval_s - self._clock()
                 if wait > 0 and not self._closing:
                     self._changed.wait(wait)
                     continue
-                if self._offer is None:
+                if not self._offers:
                     return
-                (version, adapter, ended_at), self._offer = self._offer, None
+                offer = self._offers.popleft()
+                version = offer.version
             try:
-                self._store.publish(version, adapter, step_ended_at=ended_at)
+                self._store.publish(version, offer.adapter, step_ended_at=offer.step_ended_at)
                 written = self._clock()
                 self._inbox(Published(version, written))
-                self._store.prune(self._keep)
+                with self._changed:
+                    protected = self._protected
+                self._store.prune(self._keep, protect=protected)
             except Fenced as error:
                 self._inbox(TakenOver(error))
                 return
             except OSError as error:
                 logger.warning("adapter %s could not be published, trying again: %s", version, error)
-                self._offer_again(version, adapter, ended_at)
+                self._offer_again(offer)
             except Exception as error:
                 logger.exception("adapter %s could not be published", version)
                 self._inbox(Crashed(error))
                 return
 
-    def _offer_again(self, version: Version, adapter: Adapter, ended_at: float) -> None:
+    def _offer_again(self, offer: _Offer) -> None:
         with self._changed:
-            if self._offer is None and not self._closing:
-                self._offer = version, adapter, ended_at
+            if (offer.certain or not self._offers) and not self._closing:
+                self._offers.appendleft(offer)
                 self._changed.wait(_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    snapshot: Snapshot
+    acks: Sequence[Callable[[], None]]
+    protect: frozenset[int]
 
 
 class CheckpointWriter:
@@ -242,15 +271,15 @@ class CheckpointWriter:
 
     def __init__(self, checkpoints: Checkpoints, lease: Lease, inbox: Inbox) -> None:
         self._checkpoints, self._lease, self._inbox = checkpoints, lease, inbox
-        self._requests: queue.SimpleQueue[tuple[Snapshot, Sequence[Callable[[], None]]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def save(self, snapshot: Snapshot, acks: Sequence[Callable[[], None]]) -> None:
-        """Save; then an event `Saved` or `SaveFailed` brings `acks` back."""
-        self._requests.put((snapshot, acks))
+    def save(self, snapshot: Snapshot, acks: Sequence[Callable[[], None]], protect: Collection[int] = ()) -> None:
+        """Save; then an event `Saved` or `SaveFailed` brings `acks` back. Checkpoints of the steps `protect` stay."""
+        self._requests.put(_Request(snapshot, acks, frozenset(protect)))
 
     def close(self, timeout_s: float) -> None:
         """Finish what was asked for, then stop."""
@@ -261,12 +290,12 @@ class CheckpointWriter:
     def _run(self) -> None:
         load_orbax()
         while (request := self._requests.get()) is not None:
-            snapshot, acks = request
+            snapshot, acks = request.snapshot, request.acks
             try:
                 if not self._lease.still_mine():
                     self._inbox(TakenOver(Fenced("a newer incarnation of the learner has claimed the run")))
                     return
-                self._inbox(Saved(self._checkpoints.save(snapshot), acks))
+                self._inbox(Saved(self._checkpoints.save(snapshot, protect=request.protect), acks))
             except Exception as error:
                 # The run goes on: its messages stay unacknowledged until a later checkpoint holds them.
                 logger.exception("a checkpoint of step %d failed", snapshot.step)

@@ -5,8 +5,9 @@
                                                    record.json    counters, curve, evaluation before
                                                    COMMITTED.json  SHA-256 of all of it, written last
 
-Invariants: a folder without its marker does not exist for a reader; a checkpoint is used only if every byte is what the
-marker says; incarnations never write to one another's folders. Never pickle.
+Invariants: a checkpoint is used only if it has its marker and everything in it is what the marker says; one that is not
+used is named in a warning; incarnations never write to one another's folders. What is saved is whole arrays, so it does
+not matter how the mesh of a run spread them. Never pickle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,11 @@ class Checkpoints:
         self._storage, self._incarnation, self._keep = storage, incarnation, keep
         self._serial = 0
 
-    def save(self, snapshot: Snapshot) -> str:
-        """Write a checkpoint, wait until it is durable, and remove those that are too many; returns its name."""
+    def save(self, snapshot: Snapshot, *, protect: Collection[int] = ()) -> str:
+        """Write a checkpoint, wait until it is durable, and remove those that are too many; returns its name.
+
+        The newest of each step in `protect` stay.
+        """
         self._serial += 1
         name = f"{self._incarnation:06d}-{self._serial:06d}-step-{snapshot.step}"
         leaves = _leaves(snapshot.state)
@@ -75,7 +79,7 @@ class Checkpoints:
             "record": hashlib.sha256(record).hexdigest(),
         }
         self._storage.write(f"{name}/{_MARKER}", json.dumps(marker).encode())
-        self._prune()
+        self._prune(protect)
         return name
 
     def names(self) -> list[str]:
@@ -86,11 +90,14 @@ class Checkpoints:
     def newest(self, like: Any) -> Snapshot | None:
         """The newest whole checkpoint, its state with the structure of `like`; None if there never was one.
 
-        Damaged ones are passed over with a warning. Raises CheckpointError if all are damaged, ValueError if the
-        newest whole one is of another model, adapter or optimizer.
+        Half-written and damaged ones are passed over with a warning. Raises CheckpointError if all that were whole once
+        are damaged, ValueError if the newest whole one is of another model, adapter or optimizer.
         """
         names = self.names()
-        for name in names:
+        for name in sorted(self._folders(), key=_age, reverse=True):
+            if name not in names:
+                logger.warning("checkpoint %s in %s is half-written and passed over", name, self._storage.url)
+                continue
             try:
                 step, leaves, ledger, record = self._read(name)
             except Exception as error:
@@ -118,13 +125,18 @@ class Checkpoints:
             raise ValueError("its training state is not what the marker says")
         return int(marker["step"]), leaves, ledger, json.loads(record)
 
-    def _prune(self) -> None:
-        """Remove all but the newest, and what crashes left behind without a marker."""
-        kept = self.names()[: self._keep]
-        folders = {path.split("/", 1)[0] for path in self._storage.list()}
+    def _folders(self) -> set[str]:
+        """Committed checkpoints, and what is being written or was left behind."""
+        return {name for name in (path.split("/", 1)[0] for path in self._storage.list()) if _NAME.fullmatch(name)}
+
+    def _prune(self, protect: Collection[int]) -> None:
+        """Remove all but the newest and the protected, and what crashes left behind without a marker."""
+        names = self.names()
+        kept = set(names[: self._keep])
+        kept |= {name for step in protect for name in [one for one in names if _step(one) == step][:1]}
         own = f"{self._incarnation:06d}-"
-        for folder in sorted(folders - set(kept)):
-            if not _NAME.fullmatch(folder) or _age(folder) > _age(f"{own}{self._serial:06d}-step-0"):
+        for folder in sorted(self._folders() - kept):
+            if _age(folder) > _age(f"{own}{self._serial:06d}-step-0"):
                 continue  # a newer incarnation may be writing it
             self._storage.delete(f"{folder}/{_MARKER}")
             _remove(f"{self._storage.url}/{folder}")
@@ -139,6 +151,12 @@ def _age(name: str) -> tuple[int, int]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2])
+
+
+def _step(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[3])
 
 
 def _leaves(state: Any) -> dict[str, Any]:

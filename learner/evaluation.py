@@ -48,6 +48,11 @@ class EvaluationReport:
     """At temperature 0."""
     seconds: float
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the version has behind it."""
+        return Version.parse(self.version).step
+
     def to_json(self) -> dict[str, Any]:
         def rate(one: Rate) -> list[int]:
             return [one.successes, one.answered, one.unanswered]
@@ -67,6 +72,20 @@ class EvaluationReport:
             Rate(*(int(number) for number in content["greedy"])),
             float(content["seconds"]),
         )
+
+
+def best_first(reports: Iterable[EvaluationReport]) -> list[EvaluationReport]:
+    """By sampled success, then by greedy success, then the newer first; without those that nobody answered.
+
+    `reports` come oldest first.
+    """
+
+    def score(report: EvaluationReport) -> tuple[float, float]:
+        sampled, greedy = report.sampled.value, report.greedy.value
+        return -1.0 if sampled is None else sampled, -1.0 if greedy is None else greedy
+
+    newest_first = [report for report in reports if max(score(report)) >= 0][::-1]
+    return sorted(newest_first, key=score, reverse=True)
 
 
 @dataclass
@@ -108,6 +127,10 @@ class Evaluation:
             *(_Question(payload, GREEDY_TEMPERATURE) for payload in payloads[: settings.greedy]),
         ]
         self._began_at = self._active_at = now
+
+    @property
+    def version(self) -> Version:
+        return self._version
 
     @property
     def done(self) -> bool:

@@ -21,7 +21,7 @@ from learner.acks import Acks
 from learner.alarms import Alarm, AlarmSettings
 from learner.buffer import Buffer, fault, lay_out_updates
 from learner.checkpoints import Snapshot
-from learner.evaluation import Evaluation, EvaluationReport
+from learner.evaluation import Evaluation, EvaluationReport, best_first
 from learner.feeder import Feeder, TaskSource
 from learner.ledger import Intake, Ledger
 from learner.metrics import (
@@ -56,6 +56,8 @@ PROGRESS_LINE_S = 10.0
 ADVICE_S = 60.0
 EVAL_IDS = 10_000_000
 """Ids that each evaluation has for itself."""
+EVALUATIONS = 100_000
+"""Evaluations that each incarnation has ids for."""
 EVAL_SAMPLES = 16
 """Answers of each evaluation that samples.jsonl keeps, the first that come."""
 
@@ -123,6 +125,8 @@ class Parts:
     inbox: queue.SimpleQueue[Any]
     clock: Callable[[], float]
     say: Callable[[str], None]
+    adapters_url: str = ""
+    """Folder or gs:// prefix of the published adapters, each in a folder named by its version."""
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
 
 
@@ -162,12 +166,16 @@ class Loop:
         self._since_step: list[GroupStatistics] = []
         self._stalls_then: dict[str, float] = {}
 
-        self._saving = False
+        self._saving = 0
+        """Checkpoints on their way."""
         self._gave_up_saving = False
         self._saved_at = self._now
         self._saved_step = self._step
         self._saved_signature: tuple[int, ...] | None = self._signature()
         self._evaluation: Evaluation | None = None
+        self._evaluations_begun = 0
+        self._evaluable = self._tally.evaluating is not None
+        """Whether what the tally calls evaluating is where the workers find it."""
         self._after: EvaluationReport | None = None
         self._eval_s = self._tally.before.seconds if self._tally.before else 0.0
 
@@ -185,16 +193,23 @@ class Loop:
         while self._phase is not Phase.DONE:
             self._turn()
         assert self.ending is not None
+        if self._best and self._settings.steps:
+            best = self._best[0]
+            self._p.say(
+                f"the best adapter, of step {best.step} with held-out success {best.sampled}, lies in "
+                f"{self._p.adapters_url}/{best.version}"
+            )
         return self.ending
 
     def _begin(self) -> None:
         p = self._p
+        p.publisher.protect(self._kept_versions())
         p.publisher.offer(self._version, p.trainer.adapter, time.time())
         if self._step:
             groups = books(self._ledger.counts())
             p.say(f"going on from step {self._step} as incarnation {p.incarnation}; groups: {groups}")
         if p.evaluation.before and p.evaluation.questions and self._tally.before is None:
-            self._evaluation = self._evaluate("before training", 0)
+            self._evaluation = self._evaluate("before training", self._version)
         if self._settings.steps:
             p.say(sizing(self._settings))
 
@@ -238,14 +253,13 @@ class Loop:
             if self._compiles is not None and self._evaluation is None:
                 self._start_training()
         elif self._phase is Phase.TRAINING:
+            self._evaluate_meanwhile()
             self._train()
         elif self._phase is Phase.DRAINING:
             if self._in_device == 0 or self._now > self._deadline:
                 self._close_books()
         elif self._phase is Phase.EVALUATING:
-            self._drive_evaluation()
-            if self._evaluation is None:
-                self._phase = Phase.SAVING
+            self._evaluate_last()
         if self._phase in (Phase.TRAINING, Phase.EVALUATING) and self._checkpoint_due():
             self._save()
         if self._phase is Phase.SAVING:
@@ -325,10 +339,9 @@ class Loop:
         self._tally.train_s = self._train_s()
         self._training_since, self._earlier_train_s = None, self._tally.train_s
         self._progress_at = self._now
-        if self.ending.natural and self._p.evaluation.after and self._p.evaluation.questions:
+        if self.ending.natural and (self._tally.evaluating or self._evaluates_after):
             self._phase = Phase.EVALUATING
             self._save_if_dirty()
-            self._evaluation = self._evaluate("after training", 1)
         else:
             self._phase = Phase.SAVING
             self._deadline = min(self._deadline, self._now + self._settings.stop_within_s)
@@ -391,19 +404,20 @@ class Loop:
                 self._p.say(f"compiled {len(self._p.buckets)} bucket(s) in {seconds:.1f} s")
             case bg.Published(version=version):
                 self._published = version
+                self._evaluable = self._evaluable or version == self._tally.evaluating
             case bg.Saved(acks=acks):
-                self._saving = False
+                self._saving -= 1
                 for ack in acks:
                     ack()
             case bg.SaveFailed(error=error, acks=acks):
-                self._saving, self._saved_signature = False, None
+                self._saving, self._saved_signature = self._saving - 1, None
                 self._gave_up_saving = self._phase is Phase.SAVING
                 self._p.say(f"a checkpoint failed and will be tried again: {error}")
                 for ack in acks:
                     self._acks.keep(ack)
             case bg.TakenOver(error=error):
                 self._p.say(f"stopping: {error}")
-                self._saving = False
+                self._saving = 0
                 self._end(Ending.TAKEN_OVER, str(error))
             case bg.Crashed(error=error):
                 self.error = error
@@ -473,8 +487,9 @@ class Loop:
             return
         self._progress_at = self._now
         if evaluation.answered <= EVAL_SAMPLES:
-            phase = "before" if self._phase is Phase.PREPARING else "after"
-            self._p.samples.append(sample_line(self._step, phase, episode))
+            during = evaluation.version == self._tally.evaluating
+            phase = "during" if during else "before" if self._phase is Phase.PREPARING else "after"
+            self._p.samples.append(sample_line(evaluation.version.step, phase, episode))
 
     def _on_dead_letter(self, letter: DeadLetter) -> None:
         self._tally.dead_letters[f"{letter.stage}: {letter.reason}"] += 1
@@ -519,7 +534,11 @@ class Loop:
         self._progress_at = self._now
         out = sum(group.in_flight for _, group in self._ledger.groups())
         self._lag.stepped(self._version, done.ended_at, out)
-        self._p.publisher.offer(self._version, done.adapter, done.ended_at)
+        evaluated = self._evaluation_due()
+        if evaluated:
+            self._tally.evaluating, self._evaluable = self._version, False
+            self._p.publisher.protect(self._kept_versions())
+        self._p.publisher.offer(self._version, done.adapter, done.ended_at, certain=evaluated)
         self._stalls.busy(done.began, done.ended)
         self._step_seconds.append(done.ended - done.began)
         record = self._record(done)
@@ -530,6 +549,8 @@ class Loop:
         self._p.say(step_line(record, self._settings.steps))
         for text in self._alarm.check(record, self._now):
             logger.warning("%s", text)
+        if evaluated and self._p.checkpoints.keep_best:
+            self._save()
 
     def _record(self, done: bg.StepDone) -> dict[str, Any]:
         """Count the step into the totals; its line of metrics.jsonl."""
@@ -596,7 +617,7 @@ class Loop:
             ledger.outstanding,
             sum(ledger.dropped.values()),
             sum(ledger.reissued.values()),
-            int(self._tally.before is not None),
+            len(self._tally.evaluations),
         )
 
     def _dirty(self) -> bool:
@@ -614,25 +635,79 @@ class Loop:
 
     def _save(self) -> None:
         """Ask for a checkpoint of this moment. State and books agree: both are as of the last `StepDone`."""
-        self._saving = True
+        self._saving += 1
         self._saved_at, self._saved_step, self._saved_signature = self._now, self._step, self._signature()
         self._tally.train_s = self._train_s()
         record = {"tally": self._tally.to_json(), "version": str(self._version)}
         acks = self._acks.settled(self._ledger)
-        self._p.writer.save(Snapshot(self._step, self._state, self._ledger.to_bytes(), record), acks)
+        snapshot = Snapshot(self._step, self._state, self._ledger.to_bytes(), record)
+        kept = {report.step for report in self._best[: self._p.checkpoints.keep_best]}
+        if self._tally.evaluating is not None:
+            kept.add(self._tally.evaluating.step)
+        self._p.writer.save(snapshot, acks, kept)
 
     # Evaluation
 
-    def _evaluate(self, label: str, phase: int) -> Evaluation:
+    @property
+    def _best(self) -> list[EvaluationReport]:
+        return best_first(self._tally.evaluations)
+
+    def _kept_versions(self) -> set[Version]:
+        """Adapters that are kept besides the newest."""
+        best = self._best[: max(1, self._p.checkpoints.keep_best)]
+        kept = {Version.parse(report.version) for report in best}
+        return kept | ({self._tally.evaluating} if self._tally.evaluating else set())
+
+    @property
+    def _evaluates_after(self) -> bool:
+        return self._p.evaluation.after and self._p.evaluation.questions > 0
+
+    def _evaluation_due(self) -> bool:
+        """Whether the step that has just ended is evaluated while training goes on."""
+        settings = self._p.evaluation
+        if not (settings.every_steps and settings.questions) or self._tally.evaluating or self.ending is not None:
+            return False
+        if self._step >= self._settings.steps and self._evaluates_after:
+            return False
+        last = max((report.step for report in self._tally.evaluations), default=0)
+        return self._step - last >= settings.every_steps
+
+    def _evaluate(self, label: str, version: Version) -> Evaluation:
         p = self._p
         payloads = p.tasks.eval_tasks(p.evaluation.questions)
         when = f" {label}" if self._settings.steps else ""
         p.say(
             f"evaluation{when}: {len(payloads)} held-out questions sampled and {p.evaluation.greedy} greedy, "
-            f"with version {self._version}"
+            f"with version {version}"
         )
-        first_id = (p.incarnation * 2 + phase) * EVAL_IDS
-        return Evaluation(p.run_id, p.evaluation, payloads, self._version, first_id, self._now)
+        first_id = (p.incarnation * EVALUATIONS + self._evaluations_begun) * EVAL_IDS
+        self._evaluations_begun += 1
+        return Evaluation(p.run_id, p.evaluation, payloads, version, first_id, self._now)
+
+    def _evaluate_meanwhile(self) -> None:
+        """Begin what is due once its adapter is published, and go on with what has begun."""
+        version = self._tally.evaluating
+        if version is not None and self._evaluation is None and self._evaluable:
+            self._evaluation = self._evaluate(f"of step {version.step}", version)
+        self._drive_evaluation()
+
+    def _evaluate_last(self) -> None:
+        """Training is over: end the evaluation that still runs, then evaluate what training ended with."""
+        if self._tally.evaluating is not None:
+            self._evaluate_meanwhile()
+            return
+        self._drive_evaluation()
+        if self._evaluation is not None:
+            return
+        if self._after is None and self._evaluates_after:
+            known = [report for report in self._tally.evaluations if report.version == str(self._version)]
+            if known and self._settings.steps:
+                self._after = known[-1]
+            else:
+                self._evaluation = self._evaluate("after training", self._version)
+                return
+        self._deadline = self._now + self._settings.stop_within_s
+        self._phase = Phase.SAVING
 
     def _drive_evaluation(self) -> None:
         evaluation = self._evaluation
@@ -641,19 +716,25 @@ class Loop:
         for task in evaluation.tasks(self._now):
             self._p.outbox.task(task)
         if not evaluation.done:
-            if self._now - self._line_at > PROGRESS_LINE_S:
+            if self._phase is not Phase.TRAINING and self._now - self._line_at > PROGRESS_LINE_S:
                 self._line_at = self._now
                 beats = [worker.newest for worker in self._feeder.roster.workers.values()]
                 self._p.say(evaluation_progress(evaluation.answered, evaluation.asked, beats))
             return
         report = evaluation.report(self._now)
-        self._p.say(f"held-out success: sampled {report.sampled}; greedy {report.greedy}; {report.seconds:.0f} s")
-        self._eval_s += report.seconds
-        if self._phase is Phase.PREPARING:
-            self._tally.before = report
+        during = evaluation.version == self._tally.evaluating
+        of = f" of step {report.step}" if during else ""
+        self._p.say(f"held-out success{of}: sampled {report.sampled}; greedy {report.greedy}; {report.seconds:.0f} s")
+        self._tally.evaluations.append(report)
+        if during:
+            self._tally.evaluating = None
         else:
-            self._after = report
-            self._deadline = self._now + self._settings.stop_within_s
+            self._eval_s += report.seconds
+            if self._phase is Phase.PREPARING:
+                self._tally.before = report
+            else:
+                self._after = report
+        self._p.publisher.protect(self._kept_versions())
         self._evaluation = None
 
     # The end
@@ -680,5 +761,6 @@ class Loop:
             why=self._why,
             lag=self._lag,
             workers=len(self._feeder.roster.workers),
+            adapters_url=self._p.adapters_url,
         )
         return summarise(facts, self._tally, self._ledger)

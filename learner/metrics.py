@@ -129,6 +129,10 @@ class Tally:
     recent: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=4096))
     """Newest groups: (success, whether it was filtered)."""
     before: EvaluationReport | None = None
+    evaluations: list[EvaluationReport] = field(default_factory=list)
+    """All that ended, oldest first."""
+    evaluating: Version | None = None
+    """What is being evaluated while training goes on."""
 
     def to_json(self) -> dict[str, Any]:
         """Of this moment: what is counted later, while a checkpoint is being written, is not in it."""
@@ -147,6 +151,8 @@ class Tally:
             "curve": list(self.curve),
             "recent": list(self.recent),
             "before": self.before.to_json() if self.before else None,
+            "evaluations": [report.to_json() for report in self.evaluations],
+            "evaluating": str(self.evaluating) if self.evaluating else "",
         }
 
     @classmethod
@@ -156,6 +162,8 @@ class Tally:
             **{name: content[name] for name in ("call_tokens", "loss_tokens", "curve")},
             dead_letters=Counter(content["dead_letters"]),
             before=EvaluationReport.from_json(content["before"]) if content["before"] else None,
+            evaluations=[EvaluationReport.from_json(report) for report in content["evaluations"]],
+            evaluating=Version.parse(content["evaluating"]) if content["evaluating"] else None,
         )
         for name in ("ages", "arrived_by_time", "trained_by_time"):
             getattr(tally, name).update({int(key): int(value) for key, value in content[name]})
@@ -274,7 +282,7 @@ def contrast(closings: Iterable[Closing]) -> list[Episode]:
 
 
 def sample_line(step: int, phase: str, episode: Episode) -> dict[str, Any]:
-    """An episode as a line of samples.jsonl; `phase` is `train`, `before` or `after`."""
+    """An episode as a line of samples.jsonl; `phase` is `train`, `before`, `during` or `after`."""
     return {
         "step": step,
         "phase": phase,

@@ -120,16 +120,20 @@ class CheckpointSettings:
     """Seconds after which a checkpoint is made all the same, if anything changed."""
     keep: int = 3
     """Newest checkpoints that are kept."""
+    keep_best: int = 1
+    """Checkpoints kept besides: of the steps with the best held-out success. Their adapters stay too, and whatever this
+    says the best one's; summary.json names it."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "every step is the most often there is", "every_steps")
         _at_least(self, 1, "a run cannot go on without its newest checkpoint", "keep")
+        _at_least(self, 0, "0 keeps the newest alone", "keep_best")
         _positive_seconds(self, "every_s")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """Section [evaluation] of the run file: held-out questions, asked before and after training."""
+    """Section [evaluation] of the run file: held-out questions, asked before, during and after training."""
 
     questions: int = 128
     """Held-out questions, each asked once at temperature 1; 0 turns evaluation off."""
@@ -139,6 +143,9 @@ class EvaluationSettings:
     """Evaluate the policy that training starts from."""
     after: bool = True
     """Evaluate the policy that training ends with."""
+    every_steps: int = 0
+    """Optimizer steps between two evaluations during training, which goes on meanwhile: workers serve the evaluated
+    version beside the newest. One that takes longer delays the next. 0: none."""
     attempts: int = 3
     """Times a question is asked when its episode fails or is lost."""
     deadline_s: float = 300.0
@@ -146,6 +153,7 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "0 turns evaluation off", "questions")
+        _at_least(self, 0, "0 evaluates before and after training alone", "every_steps")
         _at_least(self, 1, "a question is asked at least once", "attempts")
         _positive_seconds(self, "deadline_s")
         if self.greedy_questions is not None and not 0 <= self.greedy_questions <= self.questions:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from learner.evaluation import EvaluationReport
+from learner.evaluation import EvaluationReport, best_first
 from learner.ledger import Ledger
 from learner.metrics import AdapterLag, Tally, percentile
 from learner.settings import LearnerSettings
@@ -34,12 +34,14 @@ class Facts:
     """What was wrong, where something was: for people."""
     lag: AdapterLag = field(default_factory=AdapterLag)
     workers: int = 0
+    adapters_url: str = ""
 
 
 def summarise(facts: Facts, tally: Tally, ledger: Ledger) -> dict[str, Any]:
     """The object in summary.json. What was not measured is None."""
     ages = sorted(tally.ages.elements())
     train_s = tally.train_s
+    best = best_first(tally.evaluations)[:1]
     return {
         "run_id": facts.run_id,
         "outcome": facts.outcome,
@@ -52,6 +54,8 @@ def summarise(facts: Facts, tally: Tally, ledger: Ledger) -> dict[str, Any]:
         "greedy_after": facts.after.greedy.value if facts.after else None,
         "evaluation_before": tally.before.to_json() if tally.before else None,
         "evaluation_after": facts.after.to_json() if facts.after else None,
+        "evaluations": [report.to_json() for report in tally.evaluations],
+        "best": {**best[0].to_json(), "adapter": f"{facts.adapters_url}/{best[0].version}"} if best else None,
         "train_s": train_s,
         "eval_s": facts.eval_s,
         "startup_s": facts.startup_s,

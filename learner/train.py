@@ -175,6 +175,8 @@ def _train(
     subscriber = Subscriber(spec.topics, outbox, inbox.put, clock, max_lease_s=lease_s)
     device = Device(trainer, inbox.put, clock)
     store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
+    if tally.evaluating is not None and tally.evaluating not in store.versions():
+        tally.evaluating = None  # the crash came before it was published: the next step is evaluated instead
     publisher = AdapterPublisher(
         store, spec.learner.keep_adapters, _publish_interval_s(spec.learner, storage), inbox.put, clock
     )
@@ -206,6 +208,7 @@ def _train(
             inbox=inbox,
             clock=clock,
             say=say,
+            adapters_url=storage.join("adapters").url,
             alarms=spec.alarms,
         )
     )

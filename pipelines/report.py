@@ -100,6 +100,7 @@ def summary_words(summary: Mapping[str, Any]) -> str:
     lines = [
         f"held-out success   sampled  {_arrow(summary['success_before'], summary['success_after'])}",
         f"                   greedy   {_arrow(summary['greedy_before'], summary['greedy_after'])}",
+        *_best(summary),
         f"training           {_seconds(summary['train_s'])}, evaluation {_seconds(summary['eval_s'])} apart; "
         f"{summary['episodes_per_s']:.2f} episodes/s, {summary['tokens_per_s']:.0f} tokens/s",
         *([f"sampled success    {bars(curve)}  (of the training groups)"] if curve else []),
@@ -110,6 +111,18 @@ def summary_words(summary: Mapping[str, Any]) -> str:
     if letters:
         lines.append(f"dead letters       {letters}, in dead_letters.jsonl")
     return "\n".join(lines)
+
+
+def _best(summary: Mapping[str, Any]) -> list[str]:
+    """Which of several evaluated versions is the best, and where it lies."""
+    best = summary.get("best")
+    if best is None or not summary["step"]:
+        return []
+    successes, answered, _ = best["sampled"] if best["sampled"][1] else best["greedy"]
+    return [
+        f"best adapter       {best['version']} with {successes / answered:.3f}, of {len(summary['evaluations'])} that "
+        f"were evaluated: {best['adapter']}"
+    ]
 
 
 def evaluation_words(summary: Mapping[str, Any], what: str) -> str:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ class Habits:
     heartbeat_s: float = 0.3
     follows: bool = True
     """Load new adapters; else stay with the first."""
+    solves: Callable[[Task], bool] = lambda task: task.temperature == 0
+    """Whether an evaluation's question is answered right."""
 
 
 @dataclass(order=True)
@@ -186,7 +188,7 @@ class Actors:
     def _answer(self, task: Task, version: Version) -> None:
         topics = self.spec.topics
         if task.kind is Kind.EVAL:
-            self._publish(topics.results, episode(task, 0, version))
+            self._publish(topics.results, replace(episode(task, 0, version), success=self.habits.solves(task)))
             return
         members = [episode(task, sample, version) for sample in range(task.group_size)]
         members = members[self.habits.failing_members :]
@@ -238,7 +240,7 @@ def episode(task: Task, sample: int, version: Version) -> Episode:
         prompt_length=PROMPT,
         version_spans=(VersionSpan(PROMPT, version),),
         reward=float(sample % 2),
-        success=bool(sample % 2) if task.kind is Kind.TRAIN else task.temperature == 0,
+        success=bool(sample % 2),
         status=Status.COMPLETED,
         kind=task.kind,
         temperature=1.0 if task.temperature is None else task.temperature,

@@ -1,6 +1,6 @@
 """Run by test_sharding in a process with eight virtual devices; asserts, and prints what it has shown.
 
-python on_meshes.py step | gemma | kernel | places
+python on_meshes.py step | gemma | kernel | places | resume
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from test_step import CONFIG, LORA, closings, limited, packed_rows, random_adapt
 
 from learner import hlo  # noqa: E402
 from learner.attention import RowLayout  # noqa: E402
+from learner.checkpoints import Checkpoints, Snapshot  # noqa: E402
 from learner.losses import LossSettings  # noqa: E402
 from learner.parallel import MeshModel  # noqa: E402
 from learner.sharding import Sharding, ShardingSettings, abstract  # noqa: E402
@@ -28,6 +29,7 @@ from policy.lora import init_adapter  # noqa: E402
 from policy.settings import Remat  # noqa: E402
 from policy.transformer import stack_layers  # noqa: E402
 from policy.weights import ModelSettings, load_model, save_model  # noqa: E402
+from trajectories.storage import open_storage  # noqa: E402
 
 MESHES = [ShardingSettings(*sizes) for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4))]
 GEMMA = dataclasses.replace(
@@ -192,6 +194,29 @@ def places():
     print("equal")
 
 
+def resume():
+    """From the checkpoint of one mesh every other takes the same next step; its own takes it bit for bit."""
+    mesh, rows = ShardingSettings(fsdp=4, tensor=2), packed_rows(closings())
+    trainer = make(CONFIG, mesh)
+    for _ in range(2):
+        trainer.run(trainer.prepare(rows))
+    storage = open_storage(tempfile.mkdtemp())
+    Checkpoints(storage, 1, keep=1).save(Snapshot(2, trainer.state(), b"", {}))
+    gradient = trainer.gradient(trainer.prepare(rows))[0]
+    metrics = trainer.run(trainer.prepare(rows))
+    expected = jax.tree.map(np.asarray, trainer.state())
+    for other in (mesh, ShardingSettings(data=2), None):
+        resumed = trainer if other is mesh else make(CONFIG, other)
+        resumed.restore(Checkpoints(storage, 2, keep=1).newest(resumed.state()).state)
+        assert resumed.step_number == 2
+        tolerance = 0.0 if other is mesh else 1e-6
+        assert_close(resumed.gradient(resumed.prepare(rows))[0], gradient, tolerance)
+        found = resumed.run(resumed.prepare(rows))
+        np.testing.assert_allclose(found.loss, metrics.loss, rtol=tolerance)
+        assert_close(resumed.state(), expected, tolerance)
+    print("equal")
+
+
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    {"step": step, "gemma": gemma, "kernel": kernel, "places": places}[sys.argv[1]]()
+    {"step": step, "gemma": gemma, "kernel": kernel, "places": places, "resume": resume}[sys.argv[1]]()

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -54,23 +59,76 @@ def test_round_trip_prune_and_order_of_incarnations(storage: Storage) -> None:
     assert not [path for path in storage.list() if path.startswith("000001-000002")]
 
 
-def test_half_written_is_not_there_and_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    storage = open_storage(str(tmp_path))
-    checkpoints = Checkpoints(storage, 1, keep=9)
-    for step in (1, 2, 3, 4):
+def test_the_protected_stay_beside_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(open_storage(str(tmp_path)), 1, keep=1)
+    for step, protect in ((0, ()), (2, {2}), (4, {2}), (4, {2, 4}), (6, {4})):
+        checkpoints.save(snapshot(step), protect=protect)
+    assert checkpoints.names() == ["000001-000005-step-6", "000001-000004-step-4"]
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    checkpoints = Checkpoints(open_storage(str(folder)), 1, keep=2)
+    for step in (1, 2):
         checkpoints.save(snapshot(step))
-    fourth, third, second, _ = checkpoints.names()
-    storage.delete(f"{fourth}/COMMITTED.json")
-    largest = max((tmp_path / third / "state").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-20])
-    storage.write(f"{second}/ledger", b"tampered")
-    with caplog.at_level(logging.WARNING):
-        found = checkpoints.newest(state(0))
-    assert found is not None
-    assert found.step == 1
-    assert fourth not in caplog.text
-    assert third in caplog.text
-    assert second in caplog.text
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_damage_to_any_file_is_noticed(
+    damage: str, two_checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the newest checkpoint's file damaged it is passed over, named, for the one before it; or it is whole still,
+    where the file says nothing of the state (the hour at which Orbax wrote)."""
+    newest = "000001-000002-step-2"
+    files = [path.relative_to(two_checkpoints) for path in (two_checkpoints / newest).rglob("*") if path.is_file()]
+    assert len(files) >= 7
+    passed_over = set()
+    for number, file in enumerate(files):
+        folder = tmp_path / str(number)
+        shutil.copytree(two_checkpoints, folder)
+        data = bytearray((folder / file).read_bytes())
+        if damage == "flipped" and data:
+            data[len(data) // 2] ^= 0xFF
+            (folder / file).write_bytes(data)
+        elif damage == "cut":
+            (folder / file).write_bytes(data[: len(data) // 2])
+        else:
+            (folder / file).unlink()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found = Checkpoints(open_storage(str(folder)), 2, keep=2).newest(state(0))
+        assert found is not None
+        assert (found.step == 1) == (newest in caplog.text)
+        assert (found.ledger, found.record) == (f"ledger {found.step}".encode(), {"curve": [{"step": found.step}]})
+        assert_same(found.state, state(found.step))
+        if found.step == 1:
+            passed_over.add(file.name)
+    assert {"COMMITTED.json", "ledger", "record.json", "manifest.ocdbt"} <= passed_over
+    data_files = {file.name for file in files if file.parent.name == "d"}
+    assert data_files & passed_over
+
+
+def assert_same(left: State, right: State) -> None:
+    pairs = list(zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True))
+    assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+def test_killed_at_any_moment_the_newest_is_one_that_was_saved(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.learner.killed", str(tmp_path), "8"],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, last = done.stdout.splitlines()
+    print(done.stdout)
+    assert int(last) > 0
 
 
 def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:

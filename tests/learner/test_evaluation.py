@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from learner.evaluation import Evaluation, EvaluationReport
+from learner.evaluation import Evaluation, EvaluationReport, Rate, best_first
 from learner.settings import EvaluationSettings
 from trajectories.schema import Episode, Kind, Status, Task, Version, VersionSpan
 
@@ -50,6 +50,22 @@ def test_every_question_is_asked_sampled_and_greedy_of_the_pinned_version() -> N
     report = evaluation.report(5.0)
     assert (report.sampled.value, report.greedy.value, report.seconds) == (0.5, 1.0, 5.0)
     assert EvaluationReport.from_json(report.to_json()) == report
+
+
+def test_the_best_by_sampled_then_greedy_success_then_the_newest() -> None:
+    def report(step: int, sampled: Rate, greedy: Rate) -> EvaluationReport:
+        return EvaluationReport(f"{step}.1", sampled, greedy, 1.0)
+
+    none = Rate(0, 0, 0)
+    reports = [
+        report(0, Rate(2, 4, 0), Rate(1, 4, 0)),
+        report(1, Rate(3, 4, 0), Rate(1, 4, 0)),
+        report(2, Rate(3, 4, 0), Rate(2, 4, 0)),
+        report(3, Rate(6, 8, 0), Rate(2, 4, 0)),
+        report(4, Rate(0, 0, 4), none),
+        report(5, Rate(3, 4, 0), none),
+    ]
+    assert [one.step for one in best_first(reports)] == [3, 2, 1, 5, 0]
 
 
 def test_repeated_answers_and_foreign_ids_count_nothing() -> None:

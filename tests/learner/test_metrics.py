@@ -62,6 +62,8 @@ def test_totals_survive_a_checkpoint() -> None:
     tally.trained_by_time[time_bucket(3.0)] += 1
     tally.recent.append((0.5, True))
     tally.before = EvaluationReport("0.1", Rate(1, 4, 0), Rate(2, 4, 1), 12.0)
+    tally.evaluations.append(tally.before)
+    tally.evaluating = Version(2, 1)
     snapshot = tally.to_json()
     assert Tally.from_json(json.loads(json.dumps(snapshot))) == tally
     tally.curve.append({"step": 2.0})

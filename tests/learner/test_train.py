@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ import pytest
 from emulator.testing import ServerProcess
 from learner.alarms import AlarmSettings
 from learner.algorithms import ALGORITHMS
+from learner.checkpoints import Checkpoints
 from learner.clients import publisher_client
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.train import LearnerSpec, train
-from policy.adapters import AdapterStore, claim_incarnation
+from policy.adapters import AdapterStore, claim_incarnation, load_peft
 from tests.gcs import fake_gcs
 from tests.learner.actors import BUCKETS, CONFIG, LORA, Actors, Habits, Tasks, episode, tiny_model, topics_for
 from trajectories.codec import encode
 from trajectories.packing import PackingSettings, pack
-from trajectories.schema import Closing, Task, Version
+from trajectories.schema import Closing, Kind, Task, Version
 from trajectories.storage import open_storage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +125,61 @@ def test_a_whole_run(spec: LearnerSpec, tmp_path: Path) -> None:
     assert latest is not None
     assert latest.version == Version(4, 1)
     assert any(part["b"].any() for part in store.load(latest.version).values())
+
+
+def test_evaluation_while_training_goes_on_and_the_best_is_kept(spec: LearnerSpec, tmp_path: Path) -> None:
+    """The version of step 2 is the best by far: its adapter and its checkpoint outlive all the newer ones."""
+    spec = replace(
+        spec,
+        learner=replace(spec.learner, steps=10, keep_adapters=2),
+        checkpoints=CheckpointSettings(every_steps=1, keep=1),
+        evaluation=EvaluationSettings(questions=4, greedy_questions=2, every_steps=2),
+    )
+    habits = Habits(solves=lambda task: task.version is not None and task.version.step == 2)
+    status, summary = run(spec, tmp_path, habits)
+    check_books(spec, tmp_path)
+    assert status == 0
+    steps = [Version.parse(report["version"]).step for report in summary["evaluations"]]
+    assert (steps[:2], steps[-1]) == ([0, 2], 10)
+    assert all(later - earlier >= 2 for earlier, later in pairwise(steps[:-1]))
+    assert (summary["success_before"], summary["success_after"]) == (0.0, 0.0)
+    best = summary["best"]
+    assert (best["version"], best["sampled"], best["greedy"]) == ("2.1", [4, 4, 0], [2, 2, 0])
+    adapter, found = load_peft(open_storage(best["adapter"]), CONFIG)
+    assert found.rank == LORA.rank
+    assert any(part["b"].any() for part in adapter.values())
+    storage = open_storage(spec.storage_url)
+    assert len(AdapterStore(storage, CONFIG, LORA).versions()) <= 4
+    kept = Checkpoints(storage.join("checkpoints"), 2, keep=1).names()
+    assert [name.rpartition("-")[2] for name in kept] == ["10", "2"]
+    phases = [json.loads(line)["phase"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert (phases.count("before"), phases.count("after")) == (6, 6)
+    assert phases.count("during") == 6 * (len(steps) - 2)
+
+
+def test_an_evaluation_that_a_death_cut_short_is_made_again(spec: LearnerSpec, tmp_path: Path) -> None:
+    spec = replace(
+        spec,
+        learner=replace(spec.learner, steps=8),
+        evaluation=EvaluationSettings(questions=3, before=False, after=False, every_steps=2),
+    )
+    stop = threading.Event()
+    lines: list[str] = []
+    with Actors(spec, Habits(swallow=lambda task: task.kind is Kind.EVAL, latency_s=lambda task: 0.1)):
+        runner = threading.Thread(
+            target=train, args=(spec, Tasks(), tmp_path), kwargs={"say": lines.append, "stop": stop}
+        )
+        runner.start()
+        await_steps(tmp_path, 3, runner)
+        stop.set()
+        runner.join(60)
+    assert (summary_of(tmp_path)["outcome"], summary_of(tmp_path)["best"]) == ("interrupted", None)
+    status, summary = run(spec, tmp_path)
+    check_books(spec, tmp_path)
+    assert status == 0
+    assert summary["evaluations"][0]["version"] == "2.1"
+    assert summary["evaluations"][0]["sampled"] == [0, 3, 0]
+    assert all(report["version"].endswith(".2") for report in summary["evaluations"][1:])
 
 
 def test_several_updates_a_step_and_an_alarm_about_what_they_trained_on(
