@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from environments.environment import Environment, EnvironmentSettings, Message, StepResult
-from environments.tools import LimitPassed, bounded_text, describe, within
+from environments.tools import LimitPassed, bounded_text, describe, passes, within
 from policy.chat import Action, ChatFormat
 from policy.client import Completion, FinishReason, SamplingClient, SamplingParams
 from trajectories.schema import Episode, Status, Task, Timings, Turn, VersionSpan, stream_seed
@@ -279,7 +279,9 @@ class _blaming:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, LimitPassed | EpisodeFailed):
+        if error is None or isinstance(error, LimitPassed | EpisodeFailed):
+            return
+        if isinstance(error, Exception) or not passes(error):
             text, _ = bounded_text(f"{self._what}: {describe(error)}", 2000)
             raise EpisodeFailed(self._status, text) from error
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from environments.agent import ToolAgent
 from environments.environment import Environment, EnvironmentSettings, EnvironmentSpec
-from environments.tools import BlockingCalls, blocking_calls, bounded_text, describe
+from environments.tools import BlockingCalls, blocking_calls, bounded_text, describe, passes
 from policy.chat import ChatFormat
 from policy.client import SamplingClient, SamplingParams
 from trajectories.schema import Episode, Status, Task, Timings
@@ -104,7 +104,9 @@ class RolloutOrchestrator:
             blocking_calls.set(self._blocking)
             try:
                 environment: Environment = self._spec.make()
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if not isinstance(error, Exception) and passes(error):
+                    raise
                 episode = self._unmade(task, sample, describe(error))
             else:
                 episode = await self._agent.run(task, sample, environment, queued_s=loop.time() - asked)

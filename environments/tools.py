@@ -45,7 +45,8 @@ _unfinished: set[asyncio.Task[Any]] = set()
 
 async def within(limit_s: float, work: Coroutine[Any, Any, R]) -> R:
     """`await work`, for at most `limit_s` seconds. Work that ignores its cancellation is abandoned, never waited for.
-    Raises LimitPassed, and what the work raises; its own SystemExit or CancelledError comes as RuntimeError."""
+    Raises LimitPassed, and what the work raises; its own CancelledError, SystemExit or other exception that is no
+    Exception comes as RuntimeError."""
     task = asyncio.ensure_future(_contained(work))
     try:
         await asyncio.wait((task,), timeout=max(0.0, limit_s))
@@ -70,8 +71,18 @@ _GRACE_S = 0.05
 async def _contained(work: Coroutine[Any, Any, R]) -> R:
     try:
         return await work
-    except SystemExit as error:  # it would otherwise leave through the event loop and end the process
-        raise RuntimeError(f"it called exit({error.code})") from error
+    except BaseException as error:
+        if passes(error):
+            raise
+        raise RuntimeError(
+            f"it called exit({error.code})" if isinstance(error, SystemExit) else describe(error)
+        ) from error
+
+
+def passes(error: BaseException) -> bool:
+    """Whether code that is not ours may raise it as it is. The others would pass by every `except Exception`, and
+    SystemExit would leave through the event loop and end it: exit(), panics of extension modules, pytest.fail."""
+    return isinstance(error, Exception | asyncio.CancelledError | GeneratorExit | KeyboardInterrupt)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
@@ -311,14 +322,14 @@ class ToolEnvironment:
     """A conversation with tools that ends at the first turn without a call, which is then scored.
 
     `prompt` makes the conversation before the first turn, `score` judges the payload and the turns the policy took; it
-    is called once, at the end. The calls of one turn run at the same time.
+    is called once, at the end, and may be async. The calls of one turn run at the same time.
     """
 
     def __init__(
         self,
         tools: Sequence[Tool],
         prompt: Callable[[Mapping[str, Any]], Sequence[Message]],
-        score: Callable[[Mapping[str, Any], Sequence[Action]], Score],
+        score: Callable[[Mapping[str, Any], Sequence[Action]], Score | Awaitable[Score]],
     ) -> None:
         self._tools = {tool.name: tool.for_episode() for tool in tools}
         self._prompt = prompt
@@ -340,6 +351,8 @@ class ToolEnvironment:
         if action.tool_calls and action.finished:
             return await self.observe(action.tool_calls)
         score = self._score(self.payload, self.actions)
+        if isinstance(score, Awaitable):
+            score = await score
         return StepResult(
             reward=sum(score.reward_parts.values()), done=True, reward_parts=score.reward_parts, success=score.success
         )

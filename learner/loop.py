@@ -43,6 +43,7 @@ from learner.metrics import (
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.subscriber import PAYLOAD_BYTES, Arrival, Outbox, PublishFailed
 from learner.summary import Facts, advice, books, evaluation_progress, missing, sizing, summarise
+from trajectories.failures import FailurePolicy
 from trajectories.schema import DeadLetter, Episode, Heartbeat, Outcome, Pack, Task, Verdict, Version
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Ending(StrEnum):
     INTERRUPTED = "interrupted"
     NO_PROGRESS = "no_progress"
     TAKEN_OVER = "taken_over"
+    FAILED_FAST = "failed_fast"
+    """A group failed and `failures.policy` is `fail_fast`."""
     CRASHED = "crashed"
 
     @property
@@ -125,6 +128,7 @@ class Parts:
     inbox: queue.SimpleQueue[Any]
     clock: Callable[[], float]
     say: Callable[[str], None]
+    failures: FailurePolicy
     adapters_url: str = ""
     """Folder or gs:// prefix of the published adapters, each in a folder named by its version."""
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
@@ -472,6 +476,10 @@ class Loop:
         if verdict.outcome is Outcome.FILTERED:
             self._since_step.append(statistics)
             self._tally.recent.append((statistics.success, True))
+        elif self._p.failures.ends_run and self._phase in (Phase.PREPARING, Phase.TRAINING):
+            why = f"failures.policy is fail_fast, and group {verdict.group_id} failed: {verdict.reason}"
+            self._p.say(f"stopping: {why}")
+            self._end(Ending.FAILED_FAST, why)
 
     def _on_heartbeat(self, heartbeat: Heartbeat, at: float) -> None:
         self._heard_at = at

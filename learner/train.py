@@ -42,6 +42,7 @@ from policy.lora import Adapter, LoraSettings
 from policy.transformer import ModelConfig
 from policy.weights import LoadedModel, ModelSettings, load_model
 from trajectories.advantages import AdvantageSettings
+from trajectories.failures import FailureSettings
 from trajectories.packing import PackingSettings
 from trajectories.storage import FolderStorage, Storage, open_storage
 from trajectories.topics import Topics
@@ -56,9 +57,10 @@ EXIT_STATUS = {
     Ending.CRASHED: 1,
     Ending.NO_PROGRESS: 3,
     Ending.TAKEN_OVER: 4,
+    Ending.FAILED_FAST: 5,
     Ending.INTERRUPTED: 130,
 }
-"""What `train` returns. 3 and 4 would end the same way if they were started again."""
+"""What `train` returns. 3 to 5 would end the same way if they were started again."""
 _GOOGLE_PUBLISH_INTERVAL_S = 1.0
 
 
@@ -87,6 +89,7 @@ class LearnerSpec:
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
+    failures: FailureSettings = field(default_factory=FailureSettings)
 
 
 def say_aloud(text: str) -> None:
@@ -210,6 +213,7 @@ def _train(
             say=say,
             adapters_url=storage.join("adapters").url,
             alarms=spec.alarms,
+            failures=spec.failures.make(),
         )
     )
     try:

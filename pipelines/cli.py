@@ -1,7 +1,7 @@
 """The `headrace` command.
 
 Exit statuses: 0 done, 1 failed, 2 a run file or argument that cannot be used, 3 no progress, 4 taken over by a newer
-learner, 130 interrupted.
+learner, 5 an episode failed under `failures.policy = "fail_fast"`, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from policy.lora import LoraSettings
 from policy.settings import SamplingSettings
 from policy.weights import ModelSettings
 from trajectories.advantages import AdvantageSettings
+from trajectories.failures import FailureKind, FailureSettings
 from trajectories.packing import PackingSettings
 from trajectories.storage import NotFound, open_storage
 from trajectories.topics import Topics
@@ -68,6 +69,7 @@ class Run:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    failures: FailureSettings = field(default_factory=FailureSettings)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     packing: PackingSettings = field(default_factory=PackingSettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
@@ -100,10 +102,10 @@ class Run:
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below sampling.max_context "
                 f"({self.sampling.max_context}): a turn needs a prompt before it"
             )
-        if self.learner.group_size < self.rollouts.min_members:
+        if self.failures.policy is FailureKind.MIN_VIABLE_GROUP and self.learner.group_size < self.failures.min_members:
             raise SettingsError(
-                f"learner.group_size ({self.learner.group_size}) must be at least rollouts.min_members "
-                f"({self.rollouts.min_members}), else every group fails"
+                f"learner.group_size ({self.learner.group_size}) must be at least failures.min_members "
+                f"({self.failures.min_members}), else every group fails"
             )
         if not self.sampling.temperature > 0:
             raise SettingsError("sampling.temperature must be above 0 in training: greedy groups have no variance")
@@ -153,6 +155,7 @@ class Run:
             packing=self.packing,
             advantages=self.advantages,
             rollouts=self.rollouts,
+            failures=self.failures,
             code_path=self.code.path,
         )
 

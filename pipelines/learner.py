@@ -34,6 +34,7 @@ def learner_spec(run: Run) -> LearnerSpec:
         checkpoints=run.checkpoints,
         evaluation=run.evaluation,
         alarms=run.alarms,
+        failures=run.failures,
     )
 
 

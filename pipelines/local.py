@@ -35,12 +35,14 @@ PATIENCE_S = {"learner": 20.0, "rollouts": 4.0, "pubsub": 4.0}
 EXIT_CONFIGURATION = 2
 EXIT_NO_PROGRESS = 3
 EXIT_TAKEN_OVER = 4
+EXIT_FAILED_FAST = 5
 EXIT_INTERRUPTED = 130
-FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS, EXIT_TAKEN_OVER, EXIT_INTERRUPTED)
+FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS, EXIT_TAKEN_OVER, EXIT_FAILED_FAST, EXIT_INTERRUPTED)
 """Exit statuses of the learner that starting it again would not change."""
 WHY = {
     EXIT_NO_PROGRESS: "no sign of progress for learner.no_progress_s",
     EXIT_TAKEN_OVER: "a newer learner has claimed the run's storage: two runs share it, or one was started twice",
+    EXIT_FAILED_FAST: "an episode failed, and failures.policy is fail_fast; summary.json says why",
 }
 REFUSAL = "headrace: "
 """How the command begins to say what it cannot use."""

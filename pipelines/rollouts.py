@@ -40,15 +40,16 @@ STOP_S = 1.0
 
 def build(pipeline: beam.Pipeline, spec: RolloutSpec, factory: RuntimeFactory | None = None) -> None:
     """Add the job's graph to `pipeline`; `factory` makes each worker process's runtime (default: that of the spec)."""
-    topics, settings = spec.topics, spec.rollouts
+    topics, settings, policy = spec.topics, spec.rollouts, spec.failures.make()
     read = pipeline | "ReadTasks" >> ReadTasks(spec)
     ended = read.tasks | "RunEpisodes" >> RunEpisodes(
         spec.run_id,
         factory or ProcessRuntime(spec),
         poll_interval_s=settings.poll_interval_s,
         max_attempts=settings.max_attempts,
+        policy=policy,
     )
-    grouped = ended.episodes | "GroupEpisodes" >> GroupEpisodes(settings)
+    grouped = ended.episodes | "GroupEpisodes" >> GroupEpisodes(settings, policy)
     estimated = grouped.closings | "Advantages" >> Advantages(spec.advantages)
     packs, refused, unpackable = estimated.closings | "PackRows" >> PackRows(spec.packing)
 

@@ -70,22 +70,23 @@ for _coder in (TaskCoder, EpisodeCoder, ClosingCoder, PackCoder, VerdictCoder, D
     coders.registry.register_coder(_coder.message, _coder)
 
 
-_MEMBER = struct.Struct("<IB")
+_MEMBER = struct.Struct("<IBI")
 
 
 class PendingCoder(coders.Coder):
-    """State of RunEpisodes: u32 length, the task's message, then (u32 starts, u8 phase) per member."""
+    """State of RunEpisodes: u32 length, the task's message, then (u32 starts, u8 phase, u32 retries) per member."""
 
     def encode(self, value: Pending) -> bytes:
         task = codec.encode(value.task, limit=None)
-        members = b"".join(_MEMBER.pack(member.starts, member.phase.value) for member in value.members)
+        members = b"".join(_MEMBER.pack(member.starts, member.phase.value, member.retries) for member in value.members)
         return struct.pack("<I", len(task)) + task + members
 
     def decode(self, encoded: bytes) -> Pending:
         (length,) = struct.unpack_from("<I", encoded)
         members = _MEMBER.iter_unpack(encoded[4 + length :])
         return Pending(
-            _decode_task(encoded[4 : 4 + length]), tuple(Member(starts, Phase(phase)) for starts, phase in members)
+            _decode_task(encoded[4 : 4 + length]),
+            tuple(Member(starts, Phase(phase), retries) for starts, phase, retries in members),
         )
 
     def is_deterministic(self) -> bool:

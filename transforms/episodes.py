@@ -25,6 +25,7 @@ from apache_beam.transforms.userstate import BagStateSpec, ReadModifyWriteStateS
 from apache_beam.typehints import with_input_types, with_output_types
 
 from trajectories import codec
+from trajectories.failures import FailurePolicy
 from trajectories.schema import DeadLetter, Episode, Kind, Task
 from transforms import metrics
 from transforms.coders import PendingCoder
@@ -70,9 +71,17 @@ class RuntimeFactory(Protocol):
 class RunEpisodes(beam.PTransform):
     """(shard, Task) → Episode, as each ends; those of eval tasks and dead letters apart."""
 
-    def __init__(self, run_id: str, factory: RuntimeFactory, *, poll_interval_s: float, max_attempts: int) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        factory: RuntimeFactory,
+        *,
+        poll_interval_s: float,
+        max_attempts: int,
+        policy: FailurePolicy,
+    ) -> None:
         super().__init__()
-        self.dofn = _RunEpisodes(run_id, factory, poll_interval_s, max_attempts)
+        self.dofn = _RunEpisodes(run_id, factory, poll_interval_s, max_attempts, policy)
 
     def expand(self, tasks: Any) -> Any:
         return tasks | "InFlight" >> beam.ParDo(self.dofn).with_outputs(EVALUATED, DEAD, main="episodes")
@@ -85,11 +94,14 @@ class _RunEpisodes(beam.DoFn):
     ARMED = ReadModifyWriteStateSpec("armed", BooleanCoder())
     POLL = TimerSpec("poll", TimeDomain.REAL_TIME)
 
-    def __init__(self, run_id: str, factory: RuntimeFactory, poll_interval_s: float, max_attempts: int) -> None:
+    def __init__(
+        self, run_id: str, factory: RuntimeFactory, poll_interval_s: float, max_attempts: int, policy: FailurePolicy
+    ) -> None:
         self.run_id = run_id
         self.factory = factory
         self.poll_interval_s = poll_interval_s
         self.max_attempts = max_attempts
+        self.policy = policy
 
     def setup(self) -> None:
         self.runtime = self.factory.start()
@@ -121,7 +133,7 @@ class _RunEpisodes(beam.DoFn):
         poll: Any = beam.DoFn.TimerParam(POLL),
     ) -> Iterator[Any]:
         before = tuple(pending.read())
-        now = look_round(before, self.runtime.look, self.runtime.room(), self.max_attempts)
+        now = look_round(before, self.runtime.look, self.runtime.room(), self.max_attempts, self.policy)
         for episode_id in now.forget:
             self.runtime.forget(episode_id)
         for task, sample in now.start:
@@ -139,6 +151,9 @@ class _RunEpisodes(beam.DoFn):
         if now.vanished:
             metrics.count("episodes/vanished", now.vanished)
         tasks = {entry.task.key: entry.task for entry in before}
+        for episode in now.retried:
+            metrics.count("episodes/retried")
+            yield self._letter(str(episode.status), episode, f"started again: {episode.error}", tasks[episode.key])
         for episode in now.emit:
             yield from self._emit(episode, tasks[episode.key])
 
@@ -151,9 +166,11 @@ class _RunEpisodes(beam.DoFn):
         yield TaggedOutput(EVALUATED, episode) if episode.kind is Kind.EVAL else episode
         if reason := fault(episode):
             counts = ", ".join(f"{name}={episode.metrics[name]:g}" for name in FAULTS if episode.metrics.get(name))
-            detail = f"{episode.episode_id}: {episode.error or counts}"
-            payload = codec.encode(task, limit=None)
-            yield TaggedOutput(DEAD, dead_letter(self.run_id, "RunEpisodes", reason, detail, payload))
+            yield self._letter(reason, episode, episode.error or counts, task)
+
+    def _letter(self, reason: str, episode: Episode, detail: str, task: Task) -> TaggedOutput:
+        detail, payload = f"{episode.episode_id}: {detail}", codec.encode(task, limit=None)
+        return TaggedOutput(DEAD, dead_letter(self.run_id, "RunEpisodes", reason, detail, payload))
 
 
 def next_poll(now: float, interval_s: float) -> float:

@@ -1,7 +1,8 @@
 """GroupEpisodes: the members of one attempt at a group meet, and close once.
 
-A group closes when all its members have ended, or at a deadline with those it has. Then it is a Closing, or a failed
-Verdict where too few members are usable. A mark that outlives it drops duplicates and late members, which are counted.
+A group closes when all its members have ended, at a deadline with those it has, or with the first member that failed
+where the failure policy gives it up then. It is a Closing, or a failed Verdict where the policy says so. A mark that
+outlives it drops duplicates and late members, which are counted.
 """
 
 # mypy: allow-subclassing-any, allow-untyped-decorators
@@ -22,6 +23,7 @@ from apache_beam.transforms.timeutil import TimeDomain
 from apache_beam.transforms.userstate import BagStateSpec, ReadModifyWriteStateSpec, TimerSpec, on_timer
 from apache_beam.typehints import with_input_types, with_output_types
 
+from trajectories.failures import Decision, FailurePolicy, Standing
 from trajectories.schema import Closing, Episode, Outcome, Verdict
 from transforms import metrics
 from transforms.coders import EpisodeCoder
@@ -29,19 +31,21 @@ from transforms.dead_letters import VERDICTS
 from transforms.settings import RolloutSettings
 
 
-def close(members: Sequence[Episode], closing_id: str, min_members: int) -> Closing | Verdict:
-    """The closing of a group from the members that ended (distinct, one or more); below `min_members`, its verdict.
+def usable(member: Episode) -> bool:
+    """Whether a member may train: it did not fail, and the policy sampled in it."""
+    return not member.status.failed and member.sampled_tokens > 0
 
-    A member is usable if it did not fail and the policy sampled in it.
+
+def close(
+    members: Sequence[Episode], closing_id: str, policy: FailurePolicy, *, over: bool = False
+) -> Closing | Verdict:
+    """The closing of a group from the members that ended (distinct, one or more), or the verdict `policy` asks for.
+
+    `over`: nobody else is waited for, as the deadline has passed.
     """
     first = members[0]
-    usable = tuple(
-        sorted(
-            (member for member in members if not member.status.failed and member.sampled_tokens),
-            key=lambda member: member.sample,
-        )
-    )
-    failed = len(members) - len(usable)
+    alive = tuple(sorted(filter(usable, members), key=lambda member: member.sample))
+    failed = len(members) - len(alive)
     missing = max(0, first.group_size - len(members))
     closing = Closing(
         run_id=first.run_id,
@@ -49,13 +53,18 @@ def close(members: Sequence[Episode], closing_id: str, min_members: int) -> Clos
         attempt=first.attempt,
         closing_id=closing_id,
         group_size=first.group_size,
-        episodes=usable,
+        episodes=alive,
         failed_members=failed,
         missing_members=missing,
     )
-    if len(usable) >= min_members:
+    standing = Standing(first.group_size, len(alive), failed, over=over)
+    if policy.decide(standing) is Decision.CLOSE:
         return closing
-    reason = f"{len(usable)} of {first.group_size} members are usable, {failed} failed, {missing} did not end in time"
+    others = "did not end in time" if over else "were not waited for"
+    reason = f"{len(alive)} of {first.group_size} members are usable, {failed} failed, {missing} {others}"
+    broken = next((member for member in members if member.status.failed), None)
+    if broken is not None:
+        reason += f"; {broken.episode_id}: {broken.status}: {broken.error}"
     return verdict(closing, Outcome.FAILED, reason)
 
 
@@ -82,15 +91,15 @@ def verdict(closing: Closing, outcome: Outcome, reason: str) -> Verdict:
 class GroupEpisodes(beam.PTransform):
     """Episode → Closing, and verdicts."""
 
-    def __init__(self, settings: RolloutSettings) -> None:
+    def __init__(self, settings: RolloutSettings, policy: FailurePolicy) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.policy = settings, policy
 
     def expand(self, episodes: Any) -> Any:
         return (
             episodes
             | "ByGroup" >> beam.Map(_by_group).with_output_types(tuple[str, Episode])
-            | "Gather" >> beam.ParDo(_Gather(self.settings)).with_outputs(VERDICTS, main="closings")
+            | "Gather" >> beam.ParDo(_Gather(self.settings, self.policy)).with_outputs(VERDICTS, main="closings")
         )
 
 
@@ -107,8 +116,8 @@ class _Gather(beam.DoFn):
     DEADLINE = TimerSpec("deadline", TimeDomain.REAL_TIME)
     CLEANUP = TimerSpec("cleanup", TimeDomain.REAL_TIME)
 
-    def __init__(self, settings: RolloutSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: RolloutSettings, policy: FailurePolicy) -> None:
+        self.settings, self.policy = settings, policy
 
     def process(
         self,
@@ -131,7 +140,8 @@ class _Gather(beam.DoFn):
         samples.add(episode.sample)
         if not ended:
             deadline.set(time.time() + self.settings.group_deadline_s)
-        if len(ended) + 1 >= episode.group_size:
+        given_up = not usable(episode) and self.policy.decide(Standing(episode.group_size, failed=1)) is Decision.FAIL
+        if given_up or len(ended) + 1 >= episode.group_size:
             deadline.clear()
             yield self._close(members, samples, closed, cleanup)
 
@@ -145,14 +155,14 @@ class _Gather(beam.DoFn):
     ) -> Iterator[Any]:
         if not closed.read() and any(True for _ in samples.read()):
             metrics.count("groups/at_deadline")
-            yield self._close(members, samples, closed, cleanup)
+            yield self._close(members, samples, closed, cleanup, over=True)
 
     @on_timer(CLEANUP)
     def on_cleanup(self, closed: Any = beam.DoFn.StateParam(CLOSED)) -> None:
         closed.clear()
 
-    def _close(self, members: Any, samples: Any, closed: Any, cleanup: Any) -> Any:
-        result = close(tuple(members.read()), uuid.uuid4().hex, self.settings.min_members)
+    def _close(self, members: Any, samples: Any, closed: Any, cleanup: Any, *, over: bool = False) -> Any:
+        result = close(tuple(members.read()), uuid.uuid4().hex, self.policy, over=over)
         members.clear()
         samples.clear()
         closed.write(True)

@@ -29,6 +29,7 @@ from policy.transformer import ModelConfig
 from policy.weights import load_model
 from trajectories.schema import Task, Version
 from trajectories.storage import Storage, open_storage
+from transforms import metrics
 from transforms.adapters import AdapterFollower
 from transforms.episodes import Runtime
 from transforms.heartbeats import Heartbeats, PolicyState
@@ -145,7 +146,10 @@ class RolloutRuntime:
             self._policy.close()
 
     def _policy_state(self) -> PolicyState:
-        policy = self._policy
+        policy, orchestrator = self._policy, self._orchestrator
+        if orchestrator is not None:
+            metrics.PROCESS.gauge("environments/abandoned", orchestrator.gauges.abandoned)
+            metrics.PROCESS.gauge("environments/hung_threads", orchestrator.gauges.hung_threads)
         if policy is None:
             return PolicyState(None, 0, {})
         return PolicyState(policy.version, policy.slots, dict(policy.first_token_at))
@@ -181,7 +185,7 @@ class RolloutRuntime:
             log.exception("this process cannot run episodes")
             self._failure = error
             return
-        self._policy, self._follower = policy, follower
+        self._policy, self._follower, self._orchestrator = policy, follower, orchestrator
         if self._closed.is_set():
             policy.close()
             return

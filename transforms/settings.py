@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trajectories.advantages import AdvantageSettings
+from trajectories.failures import FailureSettings
 from trajectories.packing import PackingSettings
 from trajectories.topics import Topics
 
@@ -28,11 +29,11 @@ class RolloutSettings:
     poll_interval_s: float = 0.1
     """Seconds between two looks at the episodes in flight: what an episode waits, at most, after its end."""
     max_attempts: int = 3
-    """Starts of one episode, counting those that vanished with their process, before it is given up."""
+    """Starts of one episode that vanished with their process before it is given up as failed. Failures that were seen
+    are [failures]' to try again."""
     group_deadline_s: float = 120.0
-    """Seconds after its first member ended at which a group closes with the members it has."""
-    min_members: int = 2
-    """Fewest usable members of a group that may train."""
+    """Seconds after its first member ended at which a group closes with the members it has, or fails: [failures]
+    decides."""
     closed_mark_s: float = 600.0
     """Seconds for which a closed group is remembered, to drop its late members and duplicates."""
     heartbeat_interval_s: float = 5.0
@@ -55,8 +56,6 @@ class RolloutSettings:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"rollouts.{name} must be more than 0 seconds, found {getattr(self, name)}")
-        if self.min_members < 2:
-            raise ValueError(f"rollouts.min_members must be at least 2, a baseline needs two; found {self.min_members}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,7 @@ class RolloutSpec:
     packing: PackingSettings = field(default_factory=PackingSettings)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    failures: FailureSettings = field(default_factory=FailureSettings)
     code_path: str = ""
     """Folder that a worker puts on its import path before it looks for the environment."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from environments.calculator import Calculator
 from environments.environment import StepResult
-from environments.tools import Score, Tool, ToolEnvironment
+from environments.tools import Score, Tool, ToolEnvironment, run_blocking
 from policy.chat import Message
 from policy.client import FinishReason
 from trajectories.schema import Status, Task
@@ -88,6 +88,81 @@ def test_a_hung_environment_is_abandoned_counted_and_its_place_is_free(play, kit
     assert (hung.status, fine.status) == (Status.TIMEOUT, Status.COMPLETED)
     assert took < 1
     assert orchestrator.gauges.abandoned == 2
+
+
+@pytest.mark.parametrize("limit", ["step", "episode"])
+def test_a_hung_blocking_environment_is_stopped_by_either_limit_counted_and_replaced(play, kit, limit):
+    """Its thread cannot be stopped; its place and its place among the blocking calls go to the next episode."""
+    release = threading.Event()
+
+    async def blocks():
+        await run_blocking(lambda: release.wait(60))
+
+    async def blocks_a_little():
+        return await run_blocking(lambda: StepResult(done=True, reward=1.0))
+
+    makes = iter([kit.Scripted(blocks), kit.Scripted(blocks_a_little)])
+    limits = {"step_timeout_s": 60.0, "episode_timeout_s": 60.0, f"{limit}_timeout_s": 0.2}
+    orchestrator = play(
+        kit.Speaker(says("<calc>1+1</calc>")),
+        kit.Spec(lambda: next(makes)),
+        max_concurrency=1,
+        blocking_threads=1,
+        **limits,
+    )
+
+    async def main():
+        began = time.monotonic()
+        hung = await orchestrator.run(task(0), 0)
+        took, during = time.monotonic() - began, orchestrator.gauges
+        fine = await orchestrator.run(task(1), 0)
+        release.set()
+        while orchestrator.gauges.hung_threads:
+            await asyncio.sleep(0.01)
+        return hung, fine, took, during
+
+    hung, fine, took, during = asyncio.run(asyncio.wait_for(main(), 60))
+    assert (hung.status, fine.status, fine.reward) == (Status.TIMEOUT, Status.COMPLETED, 1.0)
+    assert f"environment.{limit}_timeout_s (0.2 s)" in hung.error
+    assert took < 20
+    assert (during.running, during.hung_threads) == (0, 1)
+
+
+class _Panic(BaseException):
+    """As extension modules raise it: no `except Exception` catches it."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), _Panic("out of bounds")])
+@pytest.mark.parametrize("where", ["make", "reset", "tools", "step", "close"])
+def test_an_environment_that_would_end_the_process_ends_its_episode_alone(play, kit, error, where):
+    def throw():
+        raise error
+
+    async def throws():
+        throw()
+
+    class Broken(kit.Scripted):
+        tools = property(lambda self: throw())
+
+    makes = {
+        "make": throw,
+        "tools": Broken,
+        **{name: (lambda name=name: kit.Scripted(**{name: throws})) for name in ("reset", "step", "close")},
+    }
+    scripts = iter([makes[where], kit.Scripted])
+    orchestrator = play(kit.Speaker(says("<answer>2</answer>")), kit.Spec(lambda: next(scripts)()), max_concurrency=1)
+
+    async def main():
+        return await asyncio.gather(*(orchestrator.run(task(group), 0) for group in (0, 1)))
+
+    broken, fine = asyncio.run(main())
+    assert fine.status is Status.COMPLETED
+    if where == "close":
+        assert (broken.status, broken.metrics["close_errors"]) == (Status.COMPLETED, 1)
+    else:
+        assert broken.status is Status.ENVIRONMENT_ERROR
+        assert "exit" in broken.error or "SystemExit: 3" in broken.error or "out of bounds" in broken.error
+    assert (orchestrator.gauges.running, orchestrator.gauges.finished) == (0, 2)
 
 
 def test_blocking_tools_share_bounded_threads_and_hung_ones_give_up_their_place(play, kit):

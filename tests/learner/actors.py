@@ -82,6 +82,7 @@ class Habits:
     latency_s: Callable[[Task], float] = lambda task: 0.02
     filtered: Callable[[Task], bool] = lambda task: task.group_id % 5 == 4
     failing_members: int = 0
+    failed: Callable[[Task], bool] = lambda task: False
     swallow: Callable[[Task], bool] = lambda task: False
     """Take the task and never answer."""
     twice: Callable[[Task], bool] = lambda task: False
@@ -192,6 +193,11 @@ class Actors:
             return
         members = [episode(task, sample, version) for sample in range(task.group_size)]
         members = members[self.habits.failing_members :]
+        if self.habits.failed(task):
+            reason = f"{task.episode_id(1)}: the browser is gone"
+            failed = Verdict(task.run_id, task.group_id, task.attempt, Outcome.FAILED, reason, failed_members=1)
+            self._publish(topics.verdicts, failed)
+            return
         if self.habits.filtered(task):
             verdict = Verdict(
                 task.run_id,

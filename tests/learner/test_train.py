@@ -31,6 +31,7 @@ from policy.adapters import AdapterStore, claim_incarnation, load_peft
 from tests.gcs import fake_gcs
 from tests.learner.actors import BUCKETS, CONFIG, LORA, Actors, Habits, Tasks, episode, tiny_model, topics_for
 from trajectories.codec import encode
+from trajectories.failures import FailureKind, FailureSettings
 from trajectories.packing import PackingSettings, pack
 from trajectories.schema import Closing, Kind, Task, Version
 from trajectories.storage import open_storage
@@ -218,6 +219,22 @@ def test_one_group_a_step_on_policy_with_a_failing_member_in_each(spec: LearnerS
     status, summary = run(spec, tmp_path, Habits(failing_members=1))
     check_books(spec, tmp_path)
     assert (status, summary["groups"]["trained"], summary["staleness"]["max"]) == (0, 4, 0)
+
+
+def test_fail_fast_ends_the_run_with_the_reason_and_what_has_trained_is_saved(
+    spec: LearnerSpec, tmp_path: Path
+) -> None:
+    fast = replace(spec, failures=FailureSettings(FailureKind.FAIL_FAST))
+    broken = Habits(failed=lambda task: task.group_id == 7, latency_s=lambda task: 0.02 + 0.5 * (task.group_id == 7))
+    status, summary = run(fast, tmp_path, broken)
+    assert (status, summary["outcome"]) == (5, "failed_fast")
+    assert "group 7 failed: 7.0/1: the browser is gone" in summary["why"]
+    check_books(spec, tmp_path)
+    assert summary["groups"]["failed"] == 1
+    # The same failure does not stop the run again when it goes on with another policy.
+    status, summary = run(spec, tmp_path, Habits())
+    assert (status, summary["step"]) == (0, 4)
+    assert summary["groups"]["failed"] == 1
 
 
 def test_two_closings_of_a_group_train_once(spec: LearnerSpec, tmp_path: Path) -> None:

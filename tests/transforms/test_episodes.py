@@ -13,6 +13,7 @@ from apache_beam.testing.test_stream import TestStream as Stream
 
 from tests.transforms.conftest import MakeEpisode
 from trajectories import codec
+from trajectories.failures import MinViableGroup
 from trajectories.schema import DeadLetter, Episode, Kind, Status, Task
 from transforms.dead_letters import DEAD, EVALUATED
 from transforms.episodes import RunEpisodes, fault, next_poll
@@ -65,7 +66,7 @@ def test_a_task_that_kills_its_process_is_given_up_and_its_group_and_the_dead_le
             pipeline
             | stream
             | beam.Map(lambda one: one).with_output_types(tuple[str, Task])
-            | RunEpisodes("run-1", DyingProcess(claims), poll_interval_s=0.1, max_attempts=3)
+            | RunEpisodes("run-1", DyingProcess(claims), poll_interval_s=0.1, max_attempts=3, policy=MinViableGroup(2))
         )
         for name, output in (("train", ended.episodes), ("eval", ended[EVALUATED]), ("dead", ended[DEAD])):
             output | name >> beam.Map(_keep, kept, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +13,25 @@ from apache_beam.testing.test_stream import TestStream as Stream
 from apache_beam.testing.util import assert_that
 
 from tests.transforms.conftest import MakeEpisode
+from trajectories.advantages import AdvantageSettings, advantages
+from trajectories.failures import FailFast, FailurePolicy, MinViableGroup, RetryOnFailure
 from trajectories.schema import Closing, Episode, Outcome, Status, Verdict
 from transforms.dead_letters import VERDICTS
 from transforms.groups import GroupEpisodes, close
 from transforms.settings import RolloutSettings
 
 FOREVER_S = 1e11
+LENIENT = MinViableGroup(2)
 SETTINGS = RolloutSettings(group_deadline_s=60.0, closed_mark_s=FOREVER_S)
 PAST_EVERY_DEADLINE_S = 1e10
 """The test's clock begins at 0 and timers are set by the real one."""
 
 
-def gathered(steps: Sequence[Sequence[Episode] | None], expect: list[tuple[Any, ...]]) -> None:
+def gathered(
+    steps: Sequence[Sequence[Episode] | None],
+    expect: list[tuple[Any, ...]],
+    policy: FailurePolicy = LENIENT,
+) -> None:
     """Run the stage over batches of members; None lets every deadline pass. `expect`: `shape` of each output."""
     stream = Stream()
     for step in steps:
@@ -42,7 +48,7 @@ def gathered(steps: Sequence[Sequence[Episode] | None], expect: list[tuple[Any, 
             pipeline
             | stream.with_output_types(Episode)
             | beam.Map(lambda episode: episode).with_output_types(Episode)
-            | GroupEpisodes(SETTINGS)
+            | GroupEpisodes(SETTINGS, policy)
         )
         assert_that((grouped.closings, grouped[VERDICTS]) | beam.Flatten(), check)
 
@@ -93,7 +99,7 @@ def test_duplicates_and_late_members_are_dropped(make_episode: MakeEpisode) -> N
 
 
 def test_a_verdict_carries_the_statistics_of_the_usable_members(make_episode: MakeEpisode) -> None:
-    result = close([make_episode(0, reward=0.25, success=True)], "c", min_members=2)
+    result = close([make_episode(0, reward=0.25, success=True)], "c", MinViableGroup(2))
     assert isinstance(result, Verdict)
     assert result.outcome is Outcome.FAILED
     assert (result.reward_mean, result.success_mean, result.members) == (0.25, 1.0, 1)
@@ -103,12 +109,44 @@ def test_a_verdict_carries_the_statistics_of_the_usable_members(make_episode: Ma
 
 def test_a_member_in_which_nothing_was_sampled_is_not_usable(make_episode: MakeEpisode) -> None:
     empty = make_episode(0, loss_mask_T=[False] * 12)
-    result = close([empty, make_episode(1), make_episode(2)], "c", min_members=2)
+    result = close([empty, make_episode(1), make_episode(2)], "c", MinViableGroup(2))
     assert isinstance(result, Closing)
     assert [episode.sample for episode in result.episodes] == [1, 2]
     assert result.failed_members == 1
 
 
-def test_min_members_is_at_least_two() -> None:
-    with pytest.raises(ValueError, match=r"rollouts\.min_members must be at least 2"):
-        dataclasses.replace(SETTINGS, min_members=1)
+@pytest.mark.parametrize("policy", [FailFast(), RetryOnFailure(2)])
+def test_where_only_whole_groups_train_the_first_failure_closes_the_group(
+    make_episode: MakeEpisode, policy: FailurePolicy
+) -> None:
+    failed = make_episode(1, status=Status.TIMEOUT, reward=0.0)
+    gathered(
+        [[make_episode(0), failed], [make_episode(2)], [make_episode(s, attempt=1) for s in range(3)]],
+        [("verdict", "3.0", "failed", 1, 1), ("closing", "3.1", (0, 1, 2), 0, 0)],
+        policy,
+    )
+
+
+def test_where_only_whole_groups_train_a_missing_member_fails_the_group_at_the_deadline(
+    make_episode: MakeEpisode,
+) -> None:
+    gathered([[make_episode(0), make_episode(2)], None], [("verdict", "3.0", "failed", 2, 0)], RetryOnFailure(2))
+
+
+def test_a_verdict_says_which_member_failed_and_why(make_episode: MakeEpisode) -> None:
+    failed = make_episode(1, status=Status.TIMEOUT, error="the environment's step passed its limit")
+    result = close([make_episode(0), failed], "c", FailFast())
+    assert isinstance(result, Verdict)
+    assert "1 were not waited for; 3.0/1: timeout: the environment's step passed its limit" in result.reason
+
+
+def test_min_viable_group_compares_those_that_lived_and_no_failure_is_a_reward_of_0(make_episode: MakeEpisode) -> None:
+    failed = [make_episode(sample, status=Status.ENVIRONMENT_ERROR, reward=0.0, group_size=4) for sample in (0, 3)]
+    alive = [make_episode(1, reward=1.0, group_size=4), make_episode(2, reward=0.5, group_size=4)]
+    result = close([*failed, *alive], "c", MinViableGroup(2))
+    assert isinstance(result, Closing)
+    assert [episode.reward for episode in result.episodes] == [1.0, 0.5]
+    assert advantages([episode.reward for episode in result.episodes], AdvantageSettings("dr_grpo")) == (0.25, -0.25)
+    below = close([*failed, *alive], "c", MinViableGroup(3))
+    assert isinstance(below, Verdict)
+    assert (below.outcome, below.members, below.failed_members) == (Outcome.FAILED, 2, 2)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajectories.schema import Episode, Status, Task
+from trajectories.failures import FailFast, FailurePolicy, MinViableGroup, RetryOnFailure
+from trajectories.schema import Episode, Kind, Status, Task
 from transforms.coders import PendingCoder
 from transforms.pending import (
     Absent,
@@ -26,10 +27,15 @@ from transforms.pending import (
 
 TASK = Task("run-1", group_id=7, attempt=1, group_size=3, payload={"q": "1+1"})
 IDS = tuple(TASK.episode_id(sample) for sample in range(3))
+LENIENT = MinViableGroup(2)
 
 
 def ended(task: Task, sample: int) -> Episode:
     return failed_episode(task, sample, Status.ENVIRONMENT_ERROR, "scripted")
+
+
+def fine(task: Task, sample: int) -> Episode:
+    return dataclasses.replace(ended(task, sample), status=Status.COMPLETED, error="")
 
 
 def entered(task: Task = TASK) -> Pending:
@@ -41,20 +47,20 @@ def entered(task: Task = TASK) -> Pending:
 def test_a_start_follows_the_bundle_that_wrote_it_down() -> None:
     entry = entered()
     assert [member.starts for member in entry.members] == [1, 1, 1]
-    now = look_round([entry], lambda _: Claimed(1), room=8, max_attempts=3)
+    now = look_round([entry], lambda _: Claimed(1), room=8, max_attempts=3, policy=LENIENT)
     assert now.start == ((TASK, 0), (TASK, 1), (TASK, 2))
     assert not now.changed
 
 
 def test_a_claim_whose_bundle_failed_is_written_down_again_and_not_started() -> None:
-    now = look_round([entered()], lambda _: Claimed(2), room=8, max_attempts=3)
+    now = look_round([entered()], lambda _: Claimed(2), room=8, max_attempts=3, policy=LENIENT)
     assert now.start == ()
     assert now.claim == tuple((episode_id, 2) for episode_id in IDS)
     assert now.changed
 
 
 def test_what_does_not_fit_waits_in_state() -> None:
-    now = look_round([entered()], lambda _: Claimed(1), room=2, max_attempts=3)
+    now = look_round([entered()], lambda _: Claimed(1), room=2, max_attempts=3, policy=LENIENT)
     assert now.start == ((TASK, 0), (TASK, 1))
     assert now.pending == (entered(),)
 
@@ -71,17 +77,17 @@ def test_a_result_is_forgotten_only_after_its_emission_was_committed() -> None:
         IDS[1]: Running.RUNNING,
         IDS[2]: Running.RUNNING,
     }
-    first = look_round([entered()], looks.__getitem__, room=8, max_attempts=3)
+    first = look_round([entered()], looks.__getitem__, room=8, max_attempts=3, policy=LENIENT)
     assert [episode.sample for episode in first.emit] == [0]
     assert first.forget == ()
     # The bundle failed: the same state is read again, and the result is still there.
-    again = look_round([entered()], looks.__getitem__, room=8, max_attempts=3)
+    again = look_round([entered()], looks.__getitem__, room=8, max_attempts=3, policy=LENIENT)
     assert [episode.sample for episode in again.emit] == [0]
     # It committed: now it may go, and is not emitted again.
-    second = look_round(first.pending, looks.__getitem__, room=8, max_attempts=3)
+    second = look_round(first.pending, looks.__getitem__, room=8, max_attempts=3, policy=LENIENT)
     assert second.emit == ()
     assert second.forget == (IDS[0],)
-    third = look_round(second.pending, looks.__getitem__, room=8, max_attempts=3)
+    third = look_round(second.pending, looks.__getitem__, room=8, max_attempts=3, policy=LENIENT)
     assert third.emit == third.forget == ()
 
 
@@ -98,6 +104,7 @@ def test_a_task_that_kills_its_process_is_given_up_after_three_starts() -> None:
                 looker({episode_id: Claimed(starts) for episode_id, starts in memory.items()}),
                 room=8,
                 max_attempts=3,
+                policy=LENIENT,
             )
             state = now.pending
             emitted += now.emit
@@ -115,8 +122,11 @@ def test_a_task_that_kills_its_process_is_given_up_after_three_starts() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_every_member_is_emitted_once_and_started_at_most_so_often(data: st.DataObject) -> None:
-    """Any mix of redelivery, failing bundles, lost processes and ends: once per member, at most max_attempts starts."""
+    """Any mix of redelivery, failing bundles, lost processes and ends, under any failure policy: once per member, at
+    most max_attempts starts and what the policy adds."""
     max_attempts = data.draw(st.integers(1, 4))
+    policy: FailurePolicy = data.draw(st.sampled_from([LENIENT, RetryOnFailure(1), RetryOnFailure(3), FailFast()]))
+    retries = policy.n if isinstance(policy, RetryOnFailure) else 0
     task = dataclasses.replace(TASK, group_size=data.draw(st.integers(1, 4)))
     state: tuple[Pending, ...] = (entered(task),)
     memory: dict[str, Look] = {task.episode_id(sample): Claimed(1) for sample in range(task.group_size)}
@@ -132,13 +142,15 @@ def test_every_member_is_emitted_once_and_started_at_most_so_often(data: st.Data
         elif event == "end":
             for sample in range(task.group_size):
                 if memory.get(task.episode_id(sample)) is Running.RUNNING and data.draw(st.booleans()):
-                    memory[task.episode_id(sample)] = ended(task, sample)
+                    fails = data.draw(st.booleans())
+                    memory[task.episode_id(sample)] = ended(task, sample) if fails else fine(task, sample)
         else:
             now = look_round(
                 state,
                 looker(memory),
                 data.draw(st.integers(0, 4)),
                 max_attempts,
+                policy,
             )
             apply(now, memory, starts)
             if event == "look":
@@ -147,9 +159,53 @@ def test_every_member_is_emitted_once_and_started_at_most_so_often(data: st.Data
         if not state:
             break
     assert len(emitted) == len(set(emitted))
-    assert all(count <= max_attempts for count in starts.values())
+    assert all(count <= max_attempts + retries for count in starts.values())
     if not state:
+        assert emitted
+    if not state and policy is LENIENT:
         assert sorted(emitted) == list(range(task.group_size))
+
+
+def test_a_failed_member_is_started_again_as_itself_until_its_group_s_retries_are_used_up() -> None:
+    policy = RetryOnFailure(2)
+    memory: dict[str, Look] = dict.fromkeys(IDS, Running.RUNNING)
+    starts = dict.fromkeys(range(3), 0)
+    memory[IDS[0]], memory[IDS[1]] = ended(TASK, 0), fine(TASK, 1)
+    first = look_round([entered()], looker(memory), room=8, max_attempts=1, policy=policy)
+    assert [episode.sample for episode in first.emit] == [1]
+    assert [episode.sample for episode in first.retried] == [0]
+    # Its bundle failed: nothing was forgotten, and nothing counts twice.
+    assert look_round([entered()], looker(memory), room=8, max_attempts=1, policy=policy) == first
+    second = look_round(first.pending, looker(memory), room=8, max_attempts=1, policy=policy)
+    assert IDS[0] in second.forget
+    assert second.claim == ((IDS[0], 2),)
+    apply(second, memory, starts)
+    third = look_round(second.pending, looker(memory), room=8, max_attempts=1, policy=policy)
+    assert third.start == ((TASK, 0),)
+    # Two members fail at the same look, and one retry is left.
+    memory[IDS[0]], memory[IDS[2]] = ended(TASK, 0), ended(TASK, 2)
+    last = look_round(third.pending, looker(memory), room=8, max_attempts=1, policy=policy)
+    assert [episode.sample for episode in last.retried] == [0]
+    assert [episode.sample for episode in last.emit] == [2]
+    # The group is given up: the member that was to start again is not.
+    assert IDS[0] in last.forget
+    after = look_round(last.pending, looker(memory), room=8, max_attempts=1, policy=policy)
+    assert (after.pending, after.start, after.claim) == ((), (), ())
+
+
+def test_fail_fast_cancels_the_siblings_of_a_failed_member() -> None:
+    memory: dict[str, Look] = {IDS[0]: Running.RUNNING, IDS[1]: ended(TASK, 1), IDS[2]: Claimed(1)}
+    now = look_round([entered()], looker(memory), room=8, max_attempts=3, policy=FailFast())
+    assert [episode.sample for episode in now.emit] == [1]
+    assert now.forget == (IDS[0], IDS[2])
+    assert now.start == ()
+    assert look_round(now.pending, looker(memory), room=8, max_attempts=3, policy=FailFast()).pending == ()
+
+
+def test_an_eval_task_s_failure_is_not_the_policy_s_to_try_again() -> None:
+    task = dataclasses.replace(TASK, kind=Kind.EVAL, group_size=1)
+    now = look_round([entered(task)], lambda _: ended(task, 0), room=8, max_attempts=3, policy=RetryOnFailure(3))
+    assert len(now.emit) == 1
 
 
 def looker(memory: Mapping[str, Look]) -> Callable[[str], Look]:
@@ -167,5 +223,5 @@ def apply(now: Round, memory: dict[str, Look], starts: dict[int, int]) -> None:
 
 
 def test_state_survives_its_coder() -> None:
-    pending = Pending(TASK, (Member(1), Member(2, Phase.EMITTED), Member(70000, Phase.DONE)))
+    pending = Pending(TASK, (Member(1), Member(2, Phase.EMITTED), Member(70000, Phase.FAILED, 3)))
     assert PendingCoder().decode(PendingCoder().encode(pending)) == pending
