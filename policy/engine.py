@@ -13,6 +13,9 @@ Rows of the cache:
   prompt, or the examples that all prompts share, are computed once. Only what was computed wholly by the current
   version is shared; after a swap a new request reuses nothing older. Running episodes go on with the rows they have.
 
+A version that somebody keeps (`Engine.keep`) answers the requests pinned to it beside the one in force. A call has one
+adapter, so a tick draws once for each version that somebody waits for.
+
 All scheduling state belongs to the decode thread. Other threads leave notes under a lock and read gauges.
 """
 
@@ -96,6 +99,15 @@ class _Request:
     @property
     def last_token(self) -> int:
         return self.sampled[-1] if self.sampled else int(self.ids[-1])
+
+
+@dataclass(frozen=True)
+class _Keep:
+    """A note: keep the adapter, or drop the version."""
+
+    version: Version
+    adapter: kv.LayerAdapters | None = None
+    dropped: bool = False
 
 
 @dataclass(eq=False)
@@ -234,6 +246,8 @@ class Engine:
         self._rows = self._new_rows()
         self._sessions: dict[str, _Session] = {}
         self._queue: collections.deque[_Request] = collections.deque()
+        self._kept: dict[Version, kv.LayerAdapters | None] = {}
+        """Served beside the version in force, to who is pinned to them."""
         self._replaced: dict[Version, None] = {}
         """Versions that were in use before, oldest first: nobody need wait for them."""
         self._active: list[_Request] = []
@@ -242,7 +256,7 @@ class Engine:
         """What the larger shape took longer since the ready requests last lay in the smallest that holds them."""
 
         self._changed = threading.Condition()
-        self._inbox: list[_Request | str] = []
+        self._inbox: list[_Request | _Keep | str] = []
         self._pending: tuple[kv.LayerAdapters | None, Version] | None = None
         self._closing = False
         self._stopped: PolicyError | None = None
@@ -335,6 +349,30 @@ class Engine:
 
         The newest of several pending swaps wins. Raises ValueError if it is not shaped like the present adapter.
         """
+        self._check_shapes(adapter, version)
+        fresh = self._by_layer(adapter)
+        with self._changed:
+            self._pending = (fresh, version)
+            self._changed.notify()
+
+    def keep(self, adapter: Adapter | None, version: Version) -> None:
+        """Serve `version` to the requests pinned to it until it is dropped, whatever version is in force.
+
+        From any thread; does not wait. It holds for requests that come later. Raises ValueError as `swap` does.
+        """
+        self._check_shapes(adapter, version)
+        fresh = self._by_layer(adapter)
+        with self._changed:
+            self._inbox.append(_Keep(version, fresh))
+            self._changed.notify()
+
+    def drop(self, version: Version) -> None:
+        """Keep `version` no more; requests pinned to it fail unless it is in force. Harmless if it is not kept."""
+        with self._changed:
+            self._inbox.append(_Keep(version, dropped=True))
+            self._changed.notify()
+
+    def _check_shapes(self, adapter: Adapter | None, version: Version) -> None:
         present, found = self._adapter_shapes, _shapes(adapter)
         different = sorted(name for name in present.keys() | found.keys() if present.get(name) != found.get(name))
         if different:
@@ -342,10 +380,6 @@ class Engine:
             raise ValueError(
                 f"adapter {version}: {name} must be {present.get(name, 'absent')}, found {found.get(name, 'none')}"
             )
-        fresh = self._by_layer(adapter)
-        with self._changed:
-            self._pending = (fresh, version)
-            self._changed.notify()
 
     def close(self) -> None:
         """End the thread after its present call; what still waits fails with PolicyError."""
@@ -415,6 +449,8 @@ class Engine:
         for note in notes:
             if isinstance(note, str):
                 self._forget(note)
+            elif isinstance(note, _Keep):
+                self._keep_or_drop(note)
             else:
                 self._accept(note)
         self._refuse_replaced()
@@ -426,12 +462,27 @@ class Engine:
             pending, self._pending = self._pending, None
         if pending is None:
             return
-        self._replaced[self._version] = None
+        if self._version not in self._kept:
+            self._replaced[self._version] = None
         self._adapter, self._version = pending
         self._replaced.pop(self._version, None)
         for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
             del self._replaced[old]
-        for request in [r for r in self._active if r.pinned is not None and r.pinned != self._version]:
+        self._end_unserved()
+
+    def _keep_or_drop(self, note: _Keep) -> None:
+        if not note.dropped:
+            self._kept[note.version] = note.adapter
+            self._replaced.pop(note.version, None)
+        elif note.version in self._kept:
+            del self._kept[note.version]
+            if note.version != self._version:
+                self._replaced[note.version] = None
+            self._end_unserved()
+
+    def _end_unserved(self) -> None:
+        """End what is pinned to a version that is served no more."""
+        for request in [r for r in self._active if not self._serves(r)]:
             text = f"pinned version {request.pinned} was replaced by {self._version} during the turn"
             self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
         self._refuse_replaced()
@@ -444,7 +495,17 @@ class Engine:
 
     def _startable(self) -> bool:
         """Whether the queue holds more than requests that wait for another version."""
-        return any(r.abandoned or r.pinned is None or r.pinned == self._version for r in self._queue)
+        return any(r.abandoned or self._serves(r) for r in self._queue)
+
+    def _serves(self, request: _Request) -> bool:
+        return request.pinned is None or request.pinned == self._version or request.pinned in self._kept
+
+    def _version_for(self, request: _Request) -> Version:
+        """The version that computes its next token."""
+        return self._version if request.pinned is None else request.pinned
+
+    def _adapter_of(self, version: Version) -> kv.LayerAdapters | None:
+        return self._adapter if version == self._version else self._kept[version]
 
     def _accept(self, request: _Request) -> None:
         name, ids = request.session.name, request.ids
@@ -497,9 +558,10 @@ class Engine:
         self._follow()
         phases = collections.Counter(request.phase for request in self._active)
         ready, waiting = phases[_Phase.DECODE], phases[_Phase.PREFILL]
+        newest = any(r.phase is _Phase.DECODE and self._version_for(r) == self._version for r in self._active)
         # A draw costs nearly the same for few requests as for many: where more wait than draw, prompts come first.
         for _ in range(max(1, min(PREFILLS_PER_TICK, waiting // max(1, ready)))):
-            if ready and self._version not in self.first_token_at:
+            if newest and self._version not in self.first_token_at:
                 break  # the first tokens of a new version come before the prompts that wait
             self._prefill()
             self._take_adapter()
@@ -513,7 +575,7 @@ class Engine:
         waiting: collections.deque[_Request] = collections.deque()
         full = False
         for request in self._queue:
-            if request.pinned is not None and request.pinned != self._version:
+            if not self._serves(request):
                 waiting.append(request)
                 continue
             row = request.session.row
@@ -544,7 +606,7 @@ class Engine:
 
     def _take_row(self, request: _Request) -> _Row | None:
         """A row for a request that has none: the one that fits it best, else a free one, else an idle episode's."""
-        shared = self._shared(request.ids)
+        shared = self._shared(request.ids, self._version_for(request))
         free = [i for i, row in enumerate(self._rows) if row.session is None]
         if free:
             best = max(free, key=lambda i: shared[i])
@@ -564,12 +626,12 @@ class Engine:
         row.cut(int(shared[chosen]))
         return row
 
-    def _shared(self, ids: IntArray) -> NDArray[np.intp]:
-        """How many leading ids each row holds as the current version computes them.
+    def _shared(self, ids: IntArray, version: Version) -> NDArray[np.intp]:
+        """How many leading ids each row holds as the version computes them.
 
         The last id never counts: it is always fed again, to draw from.
         """
-        valid: NDArray[np.intp] = np.array([row.valid(self._version) for row in self._rows], np.intp)
+        valid: NDArray[np.intp] = np.array([row.valid(version) for row in self._rows], np.intp)
         shared: NDArray[np.intp] = np.minimum(common_prefixes(self._row_ids, ids[:-1]), valid)
         return shared
 
@@ -579,12 +641,13 @@ class Engine:
         for request in [r for r in self._active if r.phase is _Phase.FOLLOWING]:
             row = request.session.row
             assert row is not None
-            row.cut(row.valid(self._version))
-            shared = self._shared(request.ids)
+            version = self._version_for(request)
+            row.cut(row.valid(version))
+            shared = self._shared(request.ids, version)
             best, held = self._rows[int(shared.argmax())], int(shared.max())
             last = len(request.ids) - 1
             needed = self._chunks(last - held)
-            if needed and self._chunks(last - self._promised(request.ids)) < needed:
+            if needed and self._chunks(last - self._promised(request.ids, version)) < needed:
                 continue
             if held > row.length:
                 row.assign(best, held)
@@ -593,15 +656,16 @@ class Engine:
             self._start(request, row)
         self._copy(copies)
 
-    def _promised(self, ids: IntArray) -> int:
-        """The longest common prefix that a request in prefill will leave in its row."""
+    def _promised(self, ids: IntArray, version: Version) -> int:
+        """The longest common prefix that a request in prefill will leave in its row, as the version computes it."""
         return max(
             (
                 common_prefix(other.ids[:-1], ids[:-1])
                 for other in self._active
                 if other.phase is _Phase.PREFILL
                 and other.session.row is not None
-                and other.session.row.valid(self._version) == other.session.row.length
+                and self._version_for(other) == version
+                and other.session.row.valid(version) == other.session.row.length
             ),
             default=0,
         )
@@ -648,14 +712,17 @@ class Engine:
     # The compiled calls.
 
     def _prefill(self) -> None:
-        """Compute one call's chunks: of the request that waits longest, and of others as the shape has room.
+        """Compute one call's chunks: of the request that waits longest, and of others of its version as the shape has
+        room.
 
         Of the compiled shapes it takes the one that computes the most tokens per second for those who wait.
         """
         waiting = [r for r in self._active if r.phase is _Phase.PREFILL]
         if not waiting:
             return
-        first, *others = waiting
+        first = waiting[0]
+        version = self._version_for(first)
+        others = [r for r in waiting[1:] if self._version_for(r) == version]
 
         def choice(rows: int, chunk: int) -> list[_Request]:
             # Those that the chunk completes come first: they go on to draw.
@@ -680,18 +747,18 @@ class Engine:
             tokens[i, :count] = request.ids[row.length : row.length + count]
             indices[i], starts[i], counts[i] = row.index, row.length, count
         self.prefill_calls += 1
-        self._call_prefill(arguments)
+        self._call_prefill(arguments, self._adapter_of(version))
         for request, count in zip(chosen, counts.tolist(), strict=False):
             row = request.session.row
             assert row is not None
-            row.extend(request.ids[row.length : row.length + count], self._version)
+            row.extend(request.ids[row.length : row.length + count], version)
             self.tokens_prefilled += count
             if not self._left(request):
                 request.phase = _Phase.DECODE
 
-    def _call_prefill(self, arguments: list[Any]) -> None:
+    def _call_prefill(self, arguments: list[Any], adapter: kv.LayerAdapters | None) -> None:
         function = self._prefill_functions[arguments[0].shape]
-        self._cache = function(self._params, self._adapter, self._cache, *arguments)
+        self._cache = function(self._params, adapter, self._cache, *arguments)
 
     def _left(self, request: _Request) -> int:
         """Tokens to prefill; the prompt's last one is fed by the first decode call."""
@@ -699,10 +766,13 @@ class Engine:
         return len(request.ids) - 1 - request.session.row.length
 
     def _decode(self) -> None:
-        """Draw the next token (or several) of every request that is ready."""
-        ready = [(r, r.session.row) for r in self._active if r.phase is _Phase.DECODE and r.session.row is not None]
-        if not ready:
-            return
+        """Draw the next token (or several) of every request that is ready, in one call for each version."""
+        decoding = [(r, r.session.row) for r in self._active if r.phase is _Phase.DECODE and r.session.row is not None]
+        for version in dict.fromkeys(self._version_for(request) for request, _ in decoding):
+            self._draw(version, [pair for pair in decoding if self._version_for(pair[0]) == version])
+
+    def _draw(self, version: Version, ready: list[tuple[_Request, _Row]]) -> None:
+        """Draw for these, which the version draws for."""
         size = self._shape(1 + max(row.index for _, row in ready))
         arguments = self._no_draws(size)
         tokens, positions, seeds, indices, temperatures, *limits = arguments
@@ -715,21 +785,21 @@ class Engine:
                 for values, value in zip(limits[0], (params.top_k, params.top_p, params.min_p), strict=True):
                     values[i] = value
         self.decode_calls += 1
-        drawn, logprobs, *rest = map(np.asarray, self._call_decode(size, arguments))
+        drawn, logprobs, *rest = map(np.asarray, self._call_decode(size, arguments, self._adapter_of(version)))
         kept = rest[0] if rest else np.zeros((len(drawn), size, 0), np.int32)
         finite = np.isfinite(logprobs).all(0)
         if not any(finite[row.index] for _, row in ready):
-            raise PolicyError(f"version {self._version} gives log-probabilities that are not finite")
-        self._note_first_token()
+            raise PolicyError(f"version {version} gives log-probabilities that are not finite")
+        self._note_first_token(version)
         for request, row in ready:
             i = row.index
             if not finite[i]:
                 self._clear(row)
-                text = f"version {self._version} gives this request log-probabilities that are not finite"
+                text = f"version {version} gives this request log-probabilities that are not finite"
                 self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
                 continue
             for token, logprob, ids in zip(drawn[:, i], logprobs[:, i], kept[:, i], strict=True):
-                self._append(request, row, int(token), float(logprob), ids)
+                self._append(request, row, version, int(token), float(logprob), ids)
                 try:
                     reason = self._ending(request)
                 except PolicyError as error:
@@ -744,23 +814,25 @@ class Engine:
         row.cut(0)
         self._mover.clear(self._cache, row.index)
 
-    def _call_decode(self, size: int, arguments: list[Any]) -> list[Any]:
+    def _call_decode(self, size: int, arguments: list[Any], adapter: kv.LayerAdapters | None) -> list[Any]:
         used = self._decode_shapes.index(size) + 1
-        head, *draws = self._decode_functions[size](self._params, self._adapter, self._cache[:used], *arguments)
+        head, *draws = self._decode_functions[size](self._params, adapter, self._cache[:used], *arguments)
         self._cache = [*head, *self._cache[used:]]
         return list(draws)
 
-    def _note_first_token(self) -> None:
-        if self._version not in self.first_token_at:
-            self.first_token_at[self._version] = self._clock()
+    def _note_first_token(self, version: Version) -> None:
+        if version not in self.first_token_at:
+            self.first_token_at[version] = self._clock()
             if len(self.first_token_at) > REMEMBERED_VERSIONS:
                 del self.first_token_at[next(iter(self.first_token_at))]
 
-    def _append(self, request: _Request, row: _Row, token: int, logprob: float, kept: IntArray) -> None:
-        row.extend([request.last_token], self._version)
+    def _append(
+        self, request: _Request, row: _Row, version: Version, token: int, logprob: float, kept: IntArray
+    ) -> None:
+        row.extend([request.last_token], version)
         row.used_at = self._tick
-        if not request.spans or request.spans[-1].version != self._version:
-            request.spans.append(VersionSpan(len(request.sampled), self._version))
+        if not request.spans or request.spans[-1].version != version:
+            request.spans.append(VersionSpan(len(request.sampled), version))
         request.sampled.append(token)
         request.logprobs.append(logprob)
         if request.params.truncates:
@@ -903,11 +975,11 @@ class Engine:
             return min(taken)
 
         self._decode_s = {
-            size: seconds(functools.partial(self._call_decode, size, self._no_draws(size)))
+            size: seconds(functools.partial(self._call_decode, size, self._no_draws(size), self._adapter))
             for size in self._decode_shapes
         }
         self._prefill_s = {
-            shape: seconds(functools.partial(self._call_prefill, self._no_chunks(*shape)))
+            shape: seconds(functools.partial(self._call_prefill, self._no_chunks(*shape), self._adapter))
             for shape in self._prefill_functions
         }
         self._swap_s = seconds(lambda: self._mover.swap(self._cache, 0, len(self._rows) - 1))

@@ -345,7 +345,7 @@ class _Loaded:
     """Empty: the base model itself."""
     url: str = ""
     uses: int = 0
-    """Requests under way that name it."""
+    """Requests under way that name it, and one more while it is to be kept."""
 
 
 @dataclass(eq=False)
@@ -391,6 +391,7 @@ class RemotePolicy:
         self._current = _Loaded(version)
         self._kept: dict[Version, _Loaded] = {version: self._current}
         """What a request may name: the version in force and those not yet unloaded."""
+        self._to_keep: set[Version] = set()
         self._replaced: collections.deque[Version] = collections.deque(maxlen=REMEMBERED_VERSIONS)
         self._slots = asyncio.Semaphore(settings.slots)
         self._changed = asyncio.Condition()
@@ -449,6 +450,18 @@ class RemotePolicy:
         Returns when every server that can be reached has loaded it. Raises PolicyError, with the old one in force.
         """
         self._call(self._swap(url, version))
+
+    def keep(self, url: str | None, version: Version) -> None:
+        """Answer those pinned to `version`, whose adapter lies in the folder `url`, until it is dropped.
+
+        Returns when every server that can be reached has loaded it. Raises PolicyError.
+        """
+        self._call(self._keep(url, version))
+
+    def drop(self, version: Version) -> None:
+        """Keep `version` no more. Does not wait; harmless if it is not kept."""
+        with contextlib.suppress(PolicyError):
+            self._leave(self._drop(version))
 
     def close(self) -> None:
         """Every request that is or comes fails with PolicyError; within some `CLOSE_S`."""
@@ -752,7 +765,59 @@ class RemotePolicy:
     async def _swap(self, url: str | None, version: Version) -> None:
         if version == self.version:
             return
-        model = _Loaded(version) if url is None else _Loaded(version, f"headrace-{self._run_id}-{version}", url)
+        model = self._kept[version] if version in self._to_keep else self._named(url, version)
+        await self._load_everywhere(model)
+        async with self._changed:
+            old, self._current = self._current, model
+            self._kept[version] = model
+            if version in self._replaced:
+                self._replaced.remove(version)
+            if old.version not in self._to_keep:
+                self._replaced.append(old.version)
+            self._changed.notify_all()
+        self._retire_later(old)
+
+    async def _keep(self, url: str | None, version: Version) -> None:
+        if version in self._to_keep:
+            return
+        model = self._kept.get(version) or self._named(url, version)
+        model.uses += 1
+        try:
+            await self._load_everywhere(model)
+        except BaseException:
+            model.uses -= 1
+            raise
+        async with self._changed:
+            self._kept[version] = model
+            self._to_keep.add(version)
+            if version in self._replaced:
+                self._replaced.remove(version)
+            self._changed.notify_all()
+
+    async def _drop(self, version: Version) -> None:
+        if version not in self._to_keep:
+            return
+        async with self._changed:
+            self._to_keep.discard(version)
+            model = self._kept[version]
+            model.uses -= 1
+            if model is not self._current:
+                self._replaced.append(version)
+            self._changed.notify_all()
+        if model is not self._current:
+            self._retire_later(model)
+
+    def _named(self, url: str | None, version: Version) -> _Loaded:
+        return _Loaded(version) if url is None else _Loaded(version, f"headrace-{self._run_id}-{version}", url)
+
+    def _retire_later(self, old: _Loaded) -> None:
+        task = self._loop.create_task(self._retire(old))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load_everywhere(self, model: _Loaded) -> None:
+        """Raises PolicyError if a server refuses, or none can be reached."""
+        version = model.version
         if model.name:
             tried = await asyncio.gather(*(self._load(s, model) for s in self._servers), return_exceptions=True)
             failed = [error for error in tried if isinstance(error, BaseException)]
@@ -761,16 +826,6 @@ class RemotePolicy:
                 raise PolicyError(f"adapter {version} is not in force: {(refused or failed)[0]}")
             for error in failed:
                 log.warning("adapter %s is loaded where a server comes back: %s", version, error)
-        async with self._changed:
-            old, self._current = self._current, model
-            self._kept[version] = model
-            if version in self._replaced:
-                self._replaced.remove(version)
-            self._replaced.append(old.version)
-            self._changed.notify_all()
-        task = self._loop.create_task(self._retire(old))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _load(self, server: _Server, model: _Loaded) -> None:
         """Have the server load the adapter, if it has not. Raises _Again or PolicyError."""

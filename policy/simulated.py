@@ -46,6 +46,7 @@ class SimulatedPolicy:
         self._version, self._latency_s, self._clock = version, latency_s, clock
         self._lock = threading.Lock()
         self._closed = False
+        self._kept: set[Version] = set()
         self._replaced: dict[Version, None] = {}
         """Versions that were in use before, oldest first: nobody need wait for them."""
         self.max_context, self.slots = max_context, slots
@@ -64,11 +65,24 @@ class SimulatedPolicy:
     def swap(self, adapter: Adapter | None, version: Version) -> None:
         """Draw as `version` from now on; the adapter is not looked at."""
         if version != self._version:
-            self._replaced[self._version] = None
+            if self._version not in self._kept:
+                self._replaced[self._version] = None
             self._replaced.pop(version, None)
             for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
                 del self._replaced[old]
             self._version = version
+
+    def keep(self, adapter: Adapter | None, version: Version) -> None:
+        """Answer those pinned to `version` until it is dropped; the adapter is not looked at."""
+        self._kept.add(version)
+        self._replaced.pop(version, None)
+
+    def drop(self, version: Version) -> None:
+        """Keep `version` no more; harmless if it is not kept."""
+        if version in self._kept:
+            self._kept.discard(version)
+            if version != self._version:
+                self._replaced[version] = None
 
     async def sample(
         self,
@@ -79,7 +93,7 @@ class SimulatedPolicy:
         version: Version | None = None,
     ) -> Completion:
         """As `SamplingClient.sample`; the tokens are a pure function of the request's seed and the prompt's length."""
-        while version is not None and version != self._version and not self._closed:
+        while version is not None and not self._serves(version) and not self._closed:
             if version in self._replaced:
                 raise PolicyError(f"session {session_id}: pinned version {version} was replaced by {self._version}")
             await asyncio.sleep(PIN_POLL_S)
@@ -93,9 +107,10 @@ class SimulatedPolicy:
                 self.running -= 1
         if self._closed:
             raise PolicyError("the policy is closed")
-        drawn = self._version
-        if version is not None and drawn != version:
-            raise PolicyError(f"session {session_id}: pinned version {version} was replaced by {drawn} during the turn")
+        drawn = self._version if version is None else version
+        if not self._serves(drawn):
+            text = f"pinned version {version} was replaced by {self._version} during the turn"
+            raise PolicyError(f"session {session_id}: {text}")
         stream = random.Random(f"{params.seed} {len(token_ids)}")
         room = max(0, self.max_context - len(token_ids))
         stops = bool(params.stop_token_ids)
@@ -108,6 +123,9 @@ class SimulatedPolicy:
         if length:
             self._note(drawn, length)
         return Completion(tokens, np.full(length, self._logprob, np.float32), (VersionSpan(0, drawn),), finish)
+
+    def _serves(self, version: Version) -> bool:
+        return version == self._version or version in self._kept
 
     def close_session(self, session_id: str) -> None:
         """There is nothing to forget."""

@@ -11,13 +11,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from environments.environment import load_environment
 from environments.orchestrator import RolloutOrchestrator
-from policy.adapters import AdapterStore, LatestAdapter
+from policy.adapters import AdapterStore, LatestAdapter, MissingAdapter
 from policy.chat import ChatFormat, load_chat
 from policy.client import PolicyError, SamplingClient, SamplingParams
 from policy.engine import Engine
@@ -27,7 +27,7 @@ from policy.settings import Backend
 from policy.simulated import SimulatedPolicy
 from policy.transformer import ModelConfig
 from policy.weights import load_model
-from trajectories.schema import Task, Version
+from trajectories.schema import Episode, Task, Version
 from trajectories.storage import Storage, open_storage
 from transforms import metrics
 from transforms.adapters import AdapterFollower
@@ -35,6 +35,7 @@ from transforms.episodes import Runtime
 from transforms.heartbeats import Heartbeats, PolicyState
 from transforms.loop import EpisodeLoop
 from transforms.pending import Look
+from transforms.pinned import PinnedVersions
 from transforms.settings import RolloutSpec
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class Policy(SamplingClient, Protocol):
 
     @property
     def first_token_at(self) -> Mapping[Version, float]: ...
+
+    def drop(self, version: Version) -> None: ...
 
     def close(self) -> None: ...
 
@@ -162,7 +165,7 @@ class RolloutRuntime:
             if spec.code_path and spec.code_path not in sys.path:
                 sys.path.insert(0, spec.code_path)
             environment = load_environment(spec.environment, spec.seed)
-            policy, follower = open_policy(spec)
+            policy, follower, keep = open_policy(spec)
             sampling = spec.sampling
             # A job that starts anew beside a learner must not sample with the base first.
             follower.poll()
@@ -190,7 +193,15 @@ class RolloutRuntime:
             policy.close()
             return
         follower.start()
-        self._episodes.attach(orchestrator.run)
+        pinned = PinnedVersions(keep, policy.drop)
+
+        async def run(task: Task, sample: int) -> Episode:
+            if task.version is None:
+                return await orchestrator.run(task, sample)
+            async with pinned.held(task.version):
+                return await orchestrator.run(task, sample)
+
+        self._episodes.attach(run)
         log.info("ready to run episodes with version %s after %.1f s", policy.version, time.monotonic() - began)
 
 
@@ -199,8 +210,9 @@ def _load_chat(spec: RolloutSpec) -> ChatFormat:
     return load_chat(model.path, variables=model.template_variables, tool_calls=model.tool_calls)
 
 
-def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
-    """The spec's policy with its base weights, and what keeps it at the learner's newest version."""
+def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower, Callable[[Version], None]]:
+    """The spec's policy with its base weights, what keeps it at the learner's newest version, and what loads a version
+    for those pinned to it, to be served beside the newest until it is dropped."""
     storage, settings = open_storage(spec.storage_url), spec.sampling
     policy: Policy
     if settings.backend is Backend.SIMULATED:
@@ -213,7 +225,9 @@ def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
             slots=settings.slots,
         )
         store = _latest_only(storage, chat.vocab_size, spec)
-        return policy, AdapterFollower(store.latest, lambda _: None, policy.swap, spec.rollouts.adapter_poll_s)
+        simulated = policy
+        follower = AdapterFollower(store.latest, lambda _: None, policy.swap, spec.rollouts.adapter_poll_s)
+        return policy, follower, lambda version: simulated.keep(None, version)
     if settings.backend is Backend.REMOTE:
         return _open_remote(spec, storage)
     model = load_model(spec.model)
@@ -221,15 +235,18 @@ def open_policy(spec: RolloutSpec) -> tuple[Policy, AdapterFollower]:
     # With b = 0 this is the base, and of the shapes that the learner's adapters will have.
     base = init_adapter(model.config, spec.lora, spec.seed)
     chat = _load_chat(spec)
-    policy = Engine(model.config, model.weights, base, BASE, settings, spec.lora.scale, decode=chat.decode)
+    engine = Engine(model.config, model.weights, base, BASE, settings, spec.lora.scale, decode=chat.decode)
 
     def load(found: LatestAdapter) -> Adapter:
         return store.load(found.version, sha256=found.sha256)
 
-    return policy, AdapterFollower(store.latest, load, policy.swap, spec.rollouts.adapter_poll_s)
+    def keep(version: Version) -> None:
+        engine.keep(store.load(version), version)
+
+    return engine, AdapterFollower(store.latest, load, engine.swap, spec.rollouts.adapter_poll_s), keep
 
 
-def _open_remote(spec: RolloutSpec, storage: Storage) -> tuple[Policy, AdapterFollower]:
+def _open_remote(spec: RolloutSpec, storage: Storage) -> tuple[Policy, AdapterFollower, Callable[[Version], None]]:
     """No weights are in this process: the servers are told where each adapter lies. Raises PolicyError."""
     settings = spec.sampling
     key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
@@ -245,12 +262,17 @@ def _open_remote(spec: RolloutSpec, storage: Storage) -> tuple[Policy, AdapterFo
     def swap(_: Adapter | None, version: Version) -> None:
         policy.swap(f"{seen_by_servers}/adapters/{version}", version)
 
+    def keep(version: Version) -> None:
+        if version not in store.versions():
+            raise MissingAdapter(f"adapter {version} is not in {storage.url}: not yet published, or pruned")
+        policy.keep(f"{seen_by_servers}/adapters/{version}", version)
+
     store = _latest_only(storage, vocab_size, spec)
-    return policy, AdapterFollower(store.latest, lambda _: None, swap, spec.rollouts.adapter_poll_s)
+    return policy, AdapterFollower(store.latest, lambda _: None, swap, spec.rollouts.adapter_poll_s), keep
 
 
 def _latest_only(storage: Storage, vocab_size: int, spec: RolloutSpec) -> AdapterStore:
-    """A store of which only `latest` is asked, so that any model will do."""
+    """A store of which only `latest` and `versions` are asked, so that any model will do."""
     return AdapterStore(storage, ModelConfig(vocab_size, 1, 2, 1, 1, 2, 2), spec.lora)
 
 

@@ -8,12 +8,14 @@ import shlex
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelines.attempts import Attempt
 from pipelines.cli import TINY_DEMO
 from tests.end_to_end.stack import Stack, audit, gone, headrace, summary
+from trajectories.schema import Version
 
 SHORT = (
     "--set",
@@ -92,7 +94,8 @@ def test_the_tiny_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
 def test_a_run_survives_the_kill_of_any_process(victim: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     moment = random.Random(f"{victim} {time.time_ns()}")
-    with headrace(out, "demo", "--tiny", *SHORT) as stack:
+    meanwhile = ("--set", "evaluation.every_steps=5") if victim == "learner" else ()
+    with headrace(out, "demo", "--tiny", *SHORT, *meanwhile) as stack:
         for at in sorted(moment.sample(range(1, 10), 2)):
             stack.until(lambda at=at: len(stack.steps()) >= at, 200, f"step {at}")  # type: ignore[misc]
             time.sleep(moment.uniform(0, 1))
@@ -103,6 +106,19 @@ def test_a_run_survives_the_kill_of_any_process(victim: str, tmp_path: Path) -> 
     check_figures(found)
     assert found["step"] == 14
     assert f"{victim} was ended by SIGKILL: starting it again" in stack.output
+    if meanwhile:
+        check_best(found)
+
+
+def check_best(found: dict[str, Any]) -> None:
+    """Every question of every evaluation was answered by its version, served beside newer ones; the best is kept."""
+    reports = found["evaluations"]
+    steps = [Version.parse(report["version"]).step for report in reports]
+    assert (steps[:2], steps[-1]) == ([0, 5], 14)
+    assert all(report[name][1:] == [64, 0] for report in reports for name in ("sampled", "greedy"))
+    best = found["best"]
+    assert best["sampled"][0] == max(report["sampled"][0] for report in reports)
+    assert (Path(best["adapter"]) / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.timeout(600)

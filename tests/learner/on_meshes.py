@@ -1,6 +1,6 @@
 """Run by test_sharding in a process with eight virtual devices; asserts, and prints what it has shown.
 
-python on_meshes.py step | gemma | kernel | places | resume
+python on_meshes.py step | gemma | kernel | places
 """
 
 import dataclasses
@@ -78,10 +78,11 @@ def assert_close(found, expected, tolerance=1e-6):
 
 
 def assert_same_step(config, rows, meshes, **settings):
-    """Loss, gradient and update on these meshes are those of one device."""
+    """Loss, gradient and update on these meshes are those of one device; returns its trainer and theirs."""
     one = make(config, None, **settings)
     expected, sums = one.gradient(one.prepare(rows))
     metrics = one.run(one.prepare(rows))
+    trainers = [one]
     for number, mesh in enumerate(meshes):
         trainer = make(config, mesh, **settings, remat=list(Remat)[number % 3])
         gradient, found = trainer.gradient(trainer.prepare(rows))
@@ -94,12 +95,33 @@ def assert_same_step(config, rows, meshes, **settings):
         trainer.restore(jax.tree.map(np.asarray, trainer.state()))
         assert trainer.run(trainer.prepare(rows)).updated
         assert trainer.compiles == compiled
+        trainers.append(trainer)
     print("equal")
+    return trainers
+
+
+def assert_same_resume(trainer, others, rows):
+    """From a checkpoint of one mesh the others take its next step; its own takes it bit for bit."""
+    storage = open_storage(tempfile.mkdtemp())
+    Checkpoints(storage, 1, keep=1).save(Snapshot(trainer.step_number, trainer.state(), b"", {}))
+    gradient = trainer.gradient(trainer.prepare(rows))[0]
+    metrics = trainer.run(trainer.prepare(rows))
+    expected = jax.tree.map(np.asarray, trainer.state())
+    for other in (trainer, *others):
+        tolerance = 0.0 if other is trainer else 1e-6
+        other.restore(Checkpoints(storage, 2, keep=1).newest(other.state()).state)
+        assert_close(other.gradient(other.prepare(rows))[0], gradient, tolerance)
+        found = other.run(other.prepare(rows))
+        assert (found.step, found.updated) == (metrics.step, True)
+        np.testing.assert_allclose(found.loss, metrics.loss, rtol=tolerance)
+        assert_close(other.state(), expected, tolerance)
 
 
 def step():
-    """Rows of groups that share their prompts."""
-    assert_same_step(CONFIG, packed_rows(closings()), MESHES[1:3])
+    """Rows of groups that share their prompts; then each goes on from a checkpoint of the first mesh."""
+    rows = packed_rows(closings())
+    one, first, second = assert_same_step(CONFIG, rows, [ShardingSettings(fsdp=4, tensor=2), ShardingSettings(data=2)])
+    assert_same_resume(first, (second, one), rows)
 
 
 def gemma():
@@ -194,29 +216,6 @@ def places():
     print("equal")
 
 
-def resume():
-    """From the checkpoint of one mesh every other takes the same next step; its own takes it bit for bit."""
-    mesh, rows = ShardingSettings(fsdp=4, tensor=2), packed_rows(closings())
-    trainer = make(CONFIG, mesh)
-    for _ in range(2):
-        trainer.run(trainer.prepare(rows))
-    storage = open_storage(tempfile.mkdtemp())
-    Checkpoints(storage, 1, keep=1).save(Snapshot(2, trainer.state(), b"", {}))
-    gradient = trainer.gradient(trainer.prepare(rows))[0]
-    metrics = trainer.run(trainer.prepare(rows))
-    expected = jax.tree.map(np.asarray, trainer.state())
-    for other in (mesh, ShardingSettings(data=2), None):
-        resumed = trainer if other is mesh else make(CONFIG, other)
-        resumed.restore(Checkpoints(storage, 2, keep=1).newest(resumed.state()).state)
-        assert resumed.step_number == 2
-        tolerance = 0.0 if other is mesh else 1e-6
-        assert_close(resumed.gradient(resumed.prepare(rows))[0], gradient, tolerance)
-        found = resumed.run(resumed.prepare(rows))
-        np.testing.assert_allclose(found.loss, metrics.loss, rtol=tolerance)
-        assert_close(resumed.state(), expected, tolerance)
-    print("equal")
-
-
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    {"step": step, "gemma": gemma, "kernel": kernel, "places": places, "resume": resume}[sys.argv[1]]()
+    {"step": step, "gemma": gemma, "kernel": kernel, "places": places}[sys.argv[1]]()

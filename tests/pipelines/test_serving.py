@@ -69,7 +69,7 @@ def test_workers_of_a_run_sample_at_the_server_and_follow_its_learner(tmp_path: 
             open_policy(spec)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HEADRACE_TEST_KEY", "sesame")
-            policy, follower = open_policy(spec)
+            policy, follower, _ = open_policy(spec)
         config = load_model(run.model).config
         store = AdapterStore(open_storage(run.storage), config, run.lora)
 

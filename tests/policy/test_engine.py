@@ -543,6 +543,51 @@ def test_a_pinned_request_drops_the_tokens_that_another_version_computed(engine)
     assert agreement(more, completion, expected) < 1e-4
 
 
+def test_a_kept_version_answers_beside_the_one_in_force_until_it_is_dropped(engine):
+    """Two turns of eight sessions, half of them pinned, over three swaps: each version computes its own alone."""
+    kept, params = Version(21, 1), SamplingParams(max_tokens=6)
+    adapters = {kept: make_adapter(21)} | {Version(i, 1): make_adapter(i) for i in (22, 23, 24)}
+    ids = prompt_of(16, 20)
+
+    async def cases():
+        engine.keep(adapters[kept], kept)
+        engine.swap(adapters[Version(22, 1)], Version(22, 1))
+        pins = [kept, None] * 4
+        said = [ids] * 8
+        turns = []
+        for swapped in (Version(23, 1), Version(24, 1)):
+            tasks = [
+                asyncio.create_task(engine.sample(f"kept-{i}", said[i], params, version=pin))
+                for i, pin in enumerate(pins)
+            ]
+            await tasks[1]
+            engine.swap(adapters[swapped], swapped)
+            found = [await task for task in tasks]
+            turns.append(list(zip(pins, said, found, strict=True)))
+            said = [np.concatenate([a, b.token_ids_N, ids[:3]]) for a, b in zip(said, found, strict=True)]
+        fresh = await engine.sample("fresh", ids, params)
+        engine.drop(kept)
+        with pytest.raises(PolicyError, match=r"pinned version 21\.1 was replaced by 24\.1"):
+            await engine.sample("kept-0", said[0], params, version=kept)
+        return turns, fresh
+
+    compiles = engine.compiles
+    turns, fresh = run(cases())
+    for pin, prompt, completion in (one for turn in turns for one in turn):
+        versions = [span.version for span in completion.version_spans]
+        assert (versions == [kept]) if pin else (kept not in versions)
+        if pin:
+            expected = replay([*prompt, *completion.token_ids_N], [(0, kept)], adapters)
+            assert agreement(prompt, completion, expected) < 1e-4
+    newest = Version(24, 1)
+    assert [span.version for span in fresh.version_spans] == [newest]
+    expected = replay([*ids, *fresh.token_ids_N], [(0, newest)], adapters)
+    assert agreement(ids, fresh, expected) < 1e-4  # no prefix of the kept version was taken for its own
+    for i in range(8):
+        engine.close_session(f"kept-{i}")
+    assert engine.compiles == compiles
+
+
 @pytest.mark.parametrize(("slots", "small_batch"), [(2, 1), (24, 8)])
 def test_churn_loses_nothing_and_leaves_nothing_behind(slots, small_batch):
     """Random turns, cancellations, pins and swaps: who is not pinned gets an answer, and all rows become free."""

@@ -318,7 +318,7 @@ class Scripted:
 
     def __init__(self, answer, cards=({"id": "m"},), delay_s=0.0):
         self.answer, self.cards, self.delay_s = answer, cards, delay_s
-        self.bodies, self.loads, self.headers = [], [], []
+        self.bodies, self.loads, self.unloads, self.headers = [], [], [], []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.address = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
@@ -329,6 +329,7 @@ class Scripted:
         for path in ("/inference/v1/generate", "/generate", "/v1/completions"):
             app.router.add_post(path, self._generate)
         app.router.add_post("/v1/load_lora_adapter", self._load)
+        app.router.add_post("/v1/unload_lora_adapter", self._unload)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -340,6 +341,10 @@ class Scripted:
     async def _load(self, request):
         self.loads.append(await request.json())
         await asyncio.sleep(self.delay_s)
+        return web.json_response("ok")
+
+    async def _unload(self, request):
+        self.unloads.append((await request.json())["lora_name"])
         return web.json_response("ok")
 
     async def _generate(self, request):
@@ -562,6 +567,29 @@ def test_an_adapter_that_a_server_forgot_is_loaded_again(scripted):
         assert ask(policy, max_tokens=3).version_spans == (VersionSpan(0, V1),)
         wanted = {"lora_name": "headrace-test-1.1", "lora_path": "gs://bucket/run/adapters/1.1"}
         assert server.loads == [wanted, wanted]
+
+
+def test_a_kept_version_answers_beside_the_one_in_force_until_it_is_dropped(scripted, monkeypatch):
+    monkeypatch.setattr(remote, "RETIRE_S", 0.05)
+    server = scripted(lambda body: (200, GOOD))
+    with connected(server.address) as policy:
+        policy.swap("run/adapters/1.1", V1)
+        policy.keep("run/adapters/1.1", V1)
+        policy.swap("run/adapters/2.1", V2)
+        time.sleep(0.2)  # in which one that nobody keeps is unloaded
+        for pinned, version in ((V1, V1), (None, V2)):
+            assert ask(policy, version=pinned, max_tokens=3).version_spans == (VersionSpan(0, version),)
+            assert server.bodies[-1]["model"] == f"headrace-test-{version}"
+        assert server.unloads == []
+        policy.drop(V1)
+        while not server.unloads:
+            time.sleep(0.01)
+        assert server.unloads == ["headrace-test-1.1"]
+        with pytest.raises(PolicyError, match=r"pinned version 1\.1 was replaced by 2\.1"):
+            ask(policy, version=V1, max_tokens=3)
+        policy.keep("run/adapters/1.1", V1)  # loaded for those pinned to it alone
+        assert ask(policy, version=V1, max_tokens=3).version_spans == (VersionSpan(0, V1),)
+        assert ask(policy, max_tokens=3).version_spans == (VersionSpan(0, V2),)
 
 
 def test_sessions_stay_with_a_server_and_pass_over_one_that_is_away(scripted):

@@ -44,6 +44,19 @@ def test_a_pin_to_a_version_that_is_gone_fails_at_once() -> None:
         asyncio.run(policy.sample("a", [1], PARAMS, version=Version(1, 1)))
 
 
+def test_a_kept_version_answers_beside_the_one_in_force_until_it_is_dropped() -> None:
+    kept = Version(1, 1)
+    policy = SimulatedPolicy(10, (3,), version=kept)
+    policy.keep(None, kept)
+    policy.swap(None, Version(1, 2))
+    for pinned, version in ((kept, kept), (None, Version(1, 2))):
+        completion = asyncio.run(policy.sample("a", [1], PARAMS, version=pinned))
+        assert completion.version_spans == (VersionSpan(0, version),)
+    policy.drop(kept)
+    with pytest.raises(PolicyError, match=r"replaced by 1\.2"):
+        asyncio.run(policy.sample("a", [1], PARAMS, version=kept))
+
+
 def test_a_full_context_and_a_closed_policy_say_so() -> None:
     policy = SimulatedPolicy(10, (3,), max_context=4)
     completion = asyncio.run(policy.sample("a", [1, 2], PARAMS))
