@@ -255,7 +255,9 @@ def test_what_is_no_run_folder_is_said_with_those_that_are(tmp_path: Path, capsy
 
 def test_a_run_is_shown_by_its_summary_and_one_line_for_each_step(tmp_path: Path, capsys: Capture) -> None:
     attempt, _ = attempt_of(tmp_path / "run")
-    (attempt.folder / "summary.json").write_text(json.dumps(summary()))
+    best = {"version": "40.1", "sampled": [6, 8, 0], "greedy": [0, 0, 0], "adapter": "gs://mine/run/adapters/40.1"}
+    found = summary(best=best, evaluations=[best, best])
+    (attempt.folder / "summary.json").write_text(json.dumps(found))
     step = {
         "success": 0.5,
         "reward": 0.6,
@@ -273,6 +275,8 @@ def test_a_run_is_shown_by_its_summary_and_one_line_for_each_step(tmp_path: Path
     assert main(["show", str(tmp_path / "run"), "--steps", "3"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "tiny-0001-abc, step 80: all its steps are trained"
+    said = "best adapter       40.1 with 0.750, of 2 that were evaluated: gs://mine/run/adapters/40.1"
+    assert said in printed
     head = next(number for number, line in enumerate(printed) if line.lstrip().startswith("step "))
     assert [line.split()[:2] for line in printed[head + 1 : head + 4]] == [
         ["78", "79:18"],
