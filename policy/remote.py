@@ -51,6 +51,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 CLOSE_S = 10.0
 MOST_BYTES = 256 << 20
 """Of an answer."""
+CHAT = "/v1/chat/completions"
 PROBE = SamplingParams(temperature=1e6, max_tokens=8)
 """At this temperature logits differ by less than rounding shows."""
 NO_LOGPROB = -9999.0
@@ -441,6 +442,11 @@ class RemotePolicy:
             raise PolicyError(f"session {session_id}: token ids must lie in [0, {self._vocab_size})")
         return await asyncio.wrap_future(self._leave(self._sample(session_id, ids.tolist(), params, version)))
 
+    async def chat(self, session_id: str, body: Mapping[str, Any]) -> str:
+        """The text with which a server's base model answers `body`, the messages and parameters of OpenAI's
+        /v1/chat/completions. For judges: what is trained goes by token ids. Raises PolicyError."""
+        return await asyncio.wrap_future(self._leave(self._chat(session_id, body)))
+
     def close_session(self, session_id: str) -> None:
         """The servers keep their caches by the tokens, not by the session."""
 
@@ -564,19 +570,51 @@ class RemotePolicy:
     async def _complete(
         self, session_id: str, ids: list[int], params: SamplingParams, max_tokens: int, pinned: Version | None
     ) -> Completion:
-        """Ask, and ask again where that may help."""
-        order = sorted(self._servers, key=lambda server: _rank(server.address, session_id))
         asked = dataclasses.replace(params, max_tokens=max_tokens)
-        pause_s, tries = FIRST_PAUSE_S, self._settings.request_retries + 1
-        for attempt in range(1, tries + 1):
-            server = self._choose(order)
+
+        async def ask(server: _Server) -> Completion:
             model = self._current if pinned is None else self._kept.get(pinned)
             if model is None:
                 raise PolicyError(f"session {session_id}: pinned version {pinned} was replaced by {self.version}")
+            with _using(model):
+                sampled = await self._ask(server, model, ids, asked, pinned is not None)
+            completion = self._completion(server, model.version, sampled, params, max_tokens)
+            self._note(model.version, len(sampled.ids))
+            return completion
+
+        return await self._persist(session_id, ask)
+
+    async def _chat(self, session_id: str, body: Mapping[str, Any]) -> str:
+        """Within the slots, like a turn."""
+
+        async def ask(server: _Server) -> str:
+            await self._greet(server)
+            status, text = await self._post(server, CHAT, {"model": server.base, **body})
+            if status != 200:
+                raise PolicyError(_refusal(server, CHAT, status, text))
             try:
-                with _using(model):
-                    sampled = await self._ask(server, model, ids, asked, pinned is not None)
-                completion = self._completion(server, model.version, sampled, params, max_tokens)
+                content = json.loads(text)["choices"][0]["message"]["content"]
+                if not isinstance(content, str):
+                    raise Malformed(f"the content must be a text, found {reprlib.repr(content)}")
+            except NOT_AS_EXPECTED as error:
+                raise PolicyError(f"{server.address}{CHAT} gave no chat completion: {text[:200]!r}") from error
+            return content
+
+        try:
+            async with self._slots:
+                return await self._persist(session_id, ask)
+        except asyncio.CancelledError:
+            if self._closing:
+                raise PolicyError("the policy is closed") from None
+            raise
+
+    async def _persist(self, session_id: str, ask: Callable[[_Server], Coroutine[Any, Any, T]]) -> T:
+        """Ask, and ask again where that may help. Raises PolicyError."""
+        order = sorted(self._servers, key=lambda server: _rank(server.address, session_id))
+        pause_s, tries = FIRST_PAUSE_S, self._settings.request_retries + 1
+        for attempt in range(1, tries + 1):
+            try:
+                return await ask(self._choose(order))
             except _Again as trouble:
                 if attempt == tries:
                     raise PolicyError(f"session {session_id}: given up after {tries} tries: {trouble}") from trouble
@@ -584,9 +622,6 @@ class RemotePolicy:
                 if not (trouble.away and self._choose(order).skip_until <= self._loop.time()):
                     await asyncio.sleep(max(trouble.pause_s, pause_s * (0.5 + self._jitter.random())))
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            else:
-                self._note(model.version, len(sampled.ids))
-                return completion
         raise AssertionError("the last try either returns or raises")
 
     def _choose(self, order: Sequence[_Server]) -> _Server:
