@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from learner.settings import EvaluationSettings
-from trajectories.schema import Episode, Kind, Task, Version, group_key
+from trajectories.schema import End, Episode, Kind, Task, Version, end_of, group_key
 
 SAMPLED_TEMPERATURE = 1.0
 GREEDY_TEMPERATURE = 0.0
@@ -26,6 +26,8 @@ class Rate:
     answered: int
     unanswered: int
     """Questions whose every attempt failed or was lost."""
+    truncated: int = 0
+    """Of the answered: those that a limit ended before they were solved. What else was answered is wrong."""
 
     @property
     def value(self) -> float | None:
@@ -36,7 +38,8 @@ class Rate:
         text = "nothing asked"
         if self.value is not None:
             text = f"{self.value:.3f} ({self.successes}/{self.answered})"
-        return f"{text}, {self.unanswered} unanswered" if self.unanswered else text
+        counts = {"truncated": self.truncated, "unanswered": self.unanswered}
+        return ", ".join([text, *(f"{count} {name}" for name, count in counts.items() if count)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class EvaluationReport:
 
     def to_json(self) -> dict[str, Any]:
         def rate(one: Rate) -> list[int]:
-            return [one.successes, one.answered, one.unanswered]
+            return [one.successes, one.answered, one.unanswered, one.truncated]
 
         return {
             "version": self.version,
@@ -98,6 +101,7 @@ class _Question:
     again: bool = True
     """Whether it has to be asked (again)."""
     success: bool | None = None
+    truncated: bool = False
     given_up: bool = False
     losses: int = 0
     """Times it was asked again without a new attempt."""
@@ -179,6 +183,7 @@ class Evaluation:
             question.again = question.again or episode.attempt >= question.attempt
         else:
             question.success = episode.success
+            question.truncated = end_of(episode.status, episode.success) is End.TRUNCATED
         return True
 
     def lost(self, keys: Iterable[str], *, alone: bool = False) -> None:
@@ -206,6 +211,7 @@ class Evaluation:
             successes=sum(question.success is True for question in asked),
             answered=sum(question.success is not None for question in asked),
             unanswered=sum(question.success is None for question in asked),
+            truncated=sum(question.truncated for question in asked),
         )
 
     def _question(self, group_id: int) -> _Question | None:

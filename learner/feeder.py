@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from learner.difficulty import Pool
 from learner.ledger import Ledger, Reissue
 from learner.settings import LearnerSettings
 from trajectories.schema import Heartbeat, Kind, Task, group_key
 
+MOST_SKIPS = 1000
+"""Retired prompts that are passed over in one call: making payloads takes time, and the learner has other work."""
 SILENT_INTERVALS = 3
 """Heartbeat intervals without a heartbeat after which a worker counts as dead."""
 
@@ -133,8 +136,11 @@ class Feeder:
         task: Callable[[int], Mapping[str, Any]],
         publish: Callable[[Task], None],
         now: float,
+        pool: Pool | None = None,
     ) -> None:
-        """Groups that are outstanding in `ledger` (restored) are watched from `now` on."""
+        """Groups that are outstanding in `ledger` (restored) are watched from `now` on. `pool` knows which prompts are
+        passed over."""
+        self._pool = pool
         self._run_id, self._settings, self._ledger = run_id, settings, ledger
         self._task, self._publish = task, publish
         self._watches = {group_id: _Watch(now, suspect=True) for group_id, _ in ledger.groups()}
@@ -143,9 +149,20 @@ class Feeder:
     def issue(self, step: int, published_step: int, now: float) -> int:
         """Issue what the credits allow; returns how many."""
         number = credits(self._settings, step, published_step, self._ledger.outstanding)
-        for _ in range(number):
-            self._send(self._ledger.issue(published_step), 0, now)
-        return number
+        issued = skipped = 0
+        while issued < number and skipped < MOST_SKIPS:
+            if self._pool is not None and self._pool.skip(self._task(self._ledger.issued)):
+                self._ledger.retire(published_step)
+                skipped += 1
+            else:
+                self._send(self._ledger.issue(published_step), 0, now)
+                issued += 1
+        return issued
+
+    def ended(self, group_id: int, success: float) -> None:
+        """A group's members were compared, and this share of them had solved its prompt: the pool learns of it."""
+        if self._pool is not None:
+            self._pool.visited(self._task(group_id), success)
 
     def discard(self, group_id: int, attempt: int, published_step: int, now: float) -> None:
         """Give up a bound closing of `attempt` that is past the staleness bound, and issue its group again."""

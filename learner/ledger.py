@@ -1,8 +1,8 @@
 """The books of a run: every group ever issued is in exactly one state.
 
-Invariants: `issued == trained + filtered + failed + expired + outstanding` at every moment and across every crash; a
-group is bound to the first closing it is shown and trains at most once, from that one; ended groups cost no memory (all
-ids below `issued` that are not outstanding have ended), so a million of them fit in a few bytes.
+Invariants: `issued == trained + filtered + failed + expired + retired + outstanding` at every moment and across every
+crash; a group is bound to the first closing it is shown and trains at most once, from that one; ended groups cost no
+memory (all ids below `issued` that are not outstanding have ended), so a million of them fit in a few bytes.
 
 Pure: no clock, no thread, no I/O. The ledger is part of the checkpoint; bindings are not, because the messages of
 bound closings stay unacknowledged until they have trained and come back after a crash.
@@ -110,7 +110,7 @@ class Ledger:
         return iter(sorted(self._groups.items()))
 
     def counts(self) -> dict[str, int]:
-        """{issued, trained, filtered, failed, expired, outstanding}; raises LedgerError if they do not balance."""
+        """issued, trained, every `Outcome`, outstanding; raises LedgerError if they do not balance."""
         counts = {"issued": self._next}
         counts |= {str(name): self._ended[name] for name in ("trained", *Outcome)}
         counts["outstanding"] = len(self._groups)
@@ -126,6 +126,10 @@ class Ledger:
         self._next += 1
         self._groups[group_id] = Group(issued_step=step)
         return group_id
+
+    def retire(self, step: int) -> None:
+        """Pass over the next group: its prompt is not asked now."""
+        self._end(self.issue(step), Outcome.RETIRED)
 
     def adopt(self, group_id: int, step: int) -> bool:
         """Take `group_id` and all before it as issued, as they were before a crash; False if that cannot be."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -21,6 +21,7 @@ from learner.acks import Acks
 from learner.alarms import Alarm, AlarmSettings
 from learner.buffer import Buffer, fault, lay_out_updates
 from learner.checkpoints import Snapshot
+from learner.difficulty import Pool
 from learner.evaluation import Evaluation, EvaluationReport, best_first
 from learner.feeder import Feeder, TaskSource
 from learner.ledger import Intake, Ledger
@@ -44,7 +45,7 @@ from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSett
 from learner.subscriber import PAYLOAD_BYTES, Arrival, Outbox, PublishFailed
 from learner.summary import Facts, advice, books, evaluation_progress, missing, sizing, summarise
 from trajectories.failures import FailurePolicy
-from trajectories.schema import DeadLetter, Episode, Heartbeat, Outcome, Pack, Task, Verdict, Version
+from trajectories.schema import DeadLetter, End, Episode, Heartbeat, Outcome, Pack, Task, Verdict, Version
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ STEPS_AHEAD = 2
 """Steps that the device has: the one that runs and the one behind it."""
 PROGRESS_LINE_S = 10.0
 ADVICE_S = 60.0
+HUNG = ("abandoned", "hung_threads")
+"""Of environments that did not stop when their time was up, as workers count them."""
 EVAL_IDS = 10_000_000
 """Ids that each evaluation has for itself."""
 EVALUATIONS = 100_000
@@ -129,6 +132,8 @@ class Parts:
     clock: Callable[[], float]
     say: Callable[[str], None]
     failures: FailurePolicy
+    pool: Pool | None = None
+    """What is known of the prompts' difficulty; None if it does not matter."""
     adapters_url: str = ""
     """Folder or gs:// prefix of the published adapters, each in a folder named by its version."""
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
@@ -148,7 +153,9 @@ class Loop:
         self._stalls = StallClock(self._tally.busy_s, self._tally.stalls)
         self._lag = AdapterLag()
         self._alarm = Alarm(parts.alarms)
-        self._feeder = Feeder(parts.run_id, parts.learner, parts.ledger, parts.tasks.task, parts.outbox.task, self._now)
+        self._feeder = Feeder(
+            parts.run_id, parts.learner, parts.ledger, parts.tasks.task, parts.outbox.task, self._now, parts.pool
+        )
         self._phase = Phase.PREPARING
         self.ending: Ending | None = None
         self.error: BaseException | None = None
@@ -168,6 +175,7 @@ class Loop:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._group_seconds: deque[float] = deque(maxlen=1000)
         self._since_step: list[GroupStatistics] = []
+        self._ends: Counter[str] = Counter()
         self._stalls_then: dict[str, float] = {}
 
         self._saving = 0
@@ -470,12 +478,15 @@ class Loop:
         statistics = of_verdict(verdict)
         self._progress_at = self._now
         self._tally.episodes += statistics.members
+        self._tally.ends.update(statistics.ends)
+        self._ends.update(statistics.ends)
         self._tally.arrived_by_time[time_bucket(statistics.duration_s)] += 1
         if waited_s is not None:
             self._group_seconds.append(waited_s)
         if verdict.outcome is Outcome.FILTERED:
             self._since_step.append(statistics)
             self._tally.recent.append((statistics.success, True))
+            self._feeder.ended(verdict.group_id, statistics.success)
         elif self._p.failures.ends_run and self._phase in (Phase.PREPARING, Phase.TRAINING):
             why = f"failures.policy is fail_fast, and group {verdict.group_id} failed: {verdict.reason}"
             self._p.say(f"stopping: {why}")
@@ -571,6 +582,13 @@ class Loop:
         tally.trained_by_time.update(time_bucket(one.duration_s) for one in trained)
         tally.recent.extend((one.success, False) for one in trained)
         tally.episodes += sum(one.members for one in trained)
+        for held, one in zip(work.chosen, trained, strict=True):
+            self._feeder.ended(held.closing.group_id, one.success)
+            tally.ends.update(one.ends)
+            self._ends.update(one.ends)
+        ends, self._ends = {str(end): self._ends[end] for end in End}, Counter()
+        beats = [worker.newest.metrics for worker in self._feeder.roster.workers.values()]
+        hung = {name: int(sum(beat.get(f"environments/{name}", 0.0) for beat in beats)) for name in HUNG}
         tally.used_tokens += prepared.used_tokens
         tally.call_tokens += prepared.call_tokens
         tally.loss_tokens += prepared.loss_tokens
@@ -589,6 +607,9 @@ class Loop:
             "groups": [held.closing.group_id for held in work.chosen],
             "closings": [held.closing.closing_id for held in work.chosen],
             "filtered": filtered,
+            "ends": ends,
+            **hung,
+            **({"difficulty": self._p.pool.counts()} if self._p.pool is not None else {}),
             "step_s": done.ended - done.began,
             "tokens": prepared.used_tokens,
             "tokens_per_s": prepared.used_tokens / max(1e-9, done.ended - before),
@@ -646,7 +667,9 @@ class Loop:
         self._saving += 1
         self._saved_at, self._saved_step, self._saved_signature = self._now, self._step, self._signature()
         self._tally.train_s = self._train_s()
-        record = {"tally": self._tally.to_json(), "version": str(self._version)}
+        record: dict[str, Any] = {"tally": self._tally.to_json(), "version": str(self._version)}
+        if self._p.pool is not None:
+            record["pool"] = self._p.pool.to_json()
         acks = self._acks.settled(self._ledger)
         snapshot = Snapshot(self._step, self._state, self._ledger.to_bytes(), record)
         kept = {report.step for report in self._best[: self._p.checkpoints.keep_best]}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.evaluation import EvaluationReport
-from trajectories.schema import Closing, Episode, Heartbeat, Verdict, Version
+from trajectories.schema import Closing, End, Episode, Heartbeat, Verdict, Version, end_of
 
 
 class Stall(StrEnum):
@@ -112,6 +112,8 @@ class Tally:
     stalls: dict[str, float] = field(default_factory=dict)
     episodes: int = 0
     """Episodes of groups that ended, failed ones included."""
+    ends: Counter[str] = field(default_factory=Counter)
+    """Those by `End`."""
     used_tokens: int = 0
     """Tokens of trained rows without padding."""
     call_tokens: int = 0
@@ -141,6 +143,7 @@ class Tally:
             "busy_s": self.busy_s,
             "stalls": dict(self.stalls),
             "episodes": self.episodes,
+            "ends": dict(self.ends),
             "used_tokens": self.used_tokens,
             "call_tokens": self.call_tokens,
             "loss_tokens": self.loss_tokens,
@@ -161,6 +164,7 @@ class Tally:
             **{name: content[name] for name in ("train_s", "busy_s", "stalls", "episodes", "used_tokens")},
             **{name: content[name] for name in ("call_tokens", "loss_tokens", "curve")},
             dead_letters=Counter(content["dead_letters"]),
+            ends=Counter(content.get("ends", {})),  # checkpoints did not always count them
             before=EvaluationReport.from_json(content["before"]) if content["before"] else None,
             evaluations=[EvaluationReport.from_json(report) for report in content["evaluations"]],
             evaluating=Version.parse(content["evaluating"]) if content["evaluating"] else None,
@@ -185,28 +189,41 @@ class GroupStatistics:
     duration_s: float
     """Of the longest member."""
     members: int
+    """That ended, failed ones included."""
+    ends: Mapping[str, int]
+    """`End` -> members that came to it."""
     filtered: bool = False
 
 
 def of_closing(closing: Closing) -> GroupStatistics:
-    episodes = closing.episodes
+    episodes = closing.ended
     count = max(1, len(episodes))
     return GroupStatistics(
         success=sum(episode.success for episode in episodes) / count,
         reward=sum(episode.reward for episode in episodes) / count,
         duration_s=max((episode.timings.duration_s for episode in episodes), default=0.0),
         members=len(episodes) + closing.failed_members,
+        ends=_ends([end_of(one.status, one.success) for one in episodes], closing.failed_members),
     )
 
 
 def of_verdict(verdict: Verdict) -> GroupStatistics:
+    solved, truncated = round(verdict.success_mean * verdict.members), len(verdict.truncated_members)
+    wrong = max(0, verdict.members - solved - truncated)
+    ends = [End.SOLVED] * solved + [End.TRUNCATED] * truncated + [End.WRONG] * wrong
     return GroupStatistics(
         success=verdict.success_mean,
         reward=verdict.reward_mean,
         duration_s=verdict.duration_s,
         members=verdict.members + verdict.failed_members,
+        ends=_ends(ends, verdict.failed_members),
         filtered=True,
     )
+
+
+def _ends(ends: Sequence[End], failed: int) -> dict[str, int]:
+    counts = Counter(ends)
+    return {str(end): failed if end is End.FAILED else counts[end] for end in End}
 
 
 class AdapterLag:
@@ -315,6 +332,8 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
         parts.append(f"waited {waited}")
     if record["filtered"]:
         parts.append(f"no gradient {no_gradient(record)}")
+    ends = record.get("ends", {})
+    parts += [f"{end} {ends[end]}/{sum(ends.values())}" for end in (End.TRUNCATED, End.FAILED) if ends.get(end)]
     return "  ".join(parts)
 
 

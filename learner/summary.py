@@ -12,7 +12,7 @@ from learner.evaluation import EvaluationReport, best_first
 from learner.ledger import Ledger
 from learner.metrics import AdapterLag, Tally, percentile
 from learner.settings import LearnerSettings
-from trajectories.schema import Heartbeat
+from trajectories.schema import End, Heartbeat
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def summarise(facts: Facts, tally: Tally, ledger: Ledger) -> dict[str, Any]:
             "count": len(facts.lag.samples),
         },
         "episodes": tally.episodes,
+        "episodes_by_end": {str(end): tally.ends[end] for end in End},
         "episodes_per_s": tally.episodes / train_s if train_s else 0.0,
         "tokens": tally.used_tokens,
         "tokens_per_s": tally.used_tokens / train_s if train_s else 0.0,
@@ -102,6 +103,7 @@ def books(counts: Mapping[str, int]) -> str:
     return (
         f"{counts['issued']} issued: {counts['trained']} trained, {counts['filtered']} without a gradient, "
         f"{counts['failed']} failed, {counts['expired']} expired, {counts['outstanding']} still out"
+        + (f", {counts['retired']} passed over (solved always or never)" if counts.get("retired") else "")
     )
 
 

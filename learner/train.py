@@ -28,6 +28,7 @@ from learner.background import AdapterPublisher, CheckpointWriter, Device
 from learner.checkpoints import Checkpoints
 from learner.clients import publisher_client
 from learner.critic import CriticSettings
+from learner.difficulty import DifficultySettings, Pool
 from learner.feeder import TaskSource
 from learner.ledger import Ledger
 from learner.loop import Ending, Interrupt, Loop, Parts
@@ -90,6 +91,7 @@ class LearnerSpec:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
+    difficulty: DifficultySettings = field(default_factory=DifficultySettings)
 
 
 def say_aloud(text: str) -> None:
@@ -166,10 +168,12 @@ def _train(
     checkpoints = Checkpoints(storage.join("checkpoints"), lease.incarnation, spec.checkpoints.keep)
     snapshot = checkpoints.newest(trainer.state())
     ledger, tally = Ledger(spec.learner.max_attempts), Tally()
+    pool = Pool(spec.difficulty) if spec.difficulty.on else None
     if snapshot is not None:
         trainer.restore(snapshot.state)
         ledger = Ledger.from_bytes(snapshot.ledger, spec.learner.max_attempts)
         tally = Tally.from_json(snapshot.record["tally"])
+        pool = Pool.from_json(spec.difficulty, snapshot.record.get("pool", [])) if pool is not None else None
     elif adapter is not None:
         trainer.restore(trainer.state()._replace(adapter=starting_adapter(adapter, model.config, spec.lora)))
 
@@ -214,6 +218,7 @@ def _train(
             adapters_url=storage.join("adapters").url,
             alarms=spec.alarms,
             failures=spec.failures.make(),
+            pool=pool,
         )
     )
     try:

@@ -19,6 +19,7 @@ from environments.environment import EnvironmentSettings
 from learner.alarms import AlarmSettings
 from learner.algorithms import ALGORITHMS, DEFAULT
 from learner.critic import CriticSettings
+from learner.difficulty import DifficultySettings
 from learner.losses import KlPlace, LossSettings
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.sharding import ShardingSettings
@@ -73,6 +74,7 @@ class Run:
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     packing: PackingSettings = field(default_factory=PackingSettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
+    difficulty: DifficultySettings = field(default_factory=DifficultySettings)
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     loss: LossSettings = field(default_factory=LossSettings)
@@ -106,6 +108,16 @@ class Run:
             raise SettingsError(
                 f"learner.group_size ({self.learner.group_size}) must be at least failures.min_members "
                 f"({self.failures.min_members}), else every group fails"
+            )
+        if (
+            self.failures.policy is not FailureKind.MIN_VIABLE_GROUP
+            and self.rollouts.group_deadline_s < self.environment.episode_timeout_s
+        ):
+            raise SettingsError(
+                f"rollouts.group_deadline_s ({self.rollouts.group_deadline_s}) must be at least "
+                f"environment.episode_timeout_s ({self.environment.episode_timeout_s}) with failures.policy "
+                f"'{self.failures.policy}', which trains whole groups: a slow member would fail its group. Raise the "
+                "one or lower the other"
             )
         if not self.sampling.temperature > 0:
             raise SettingsError("sampling.temperature must be above 0 in training: greedy groups have no variance")

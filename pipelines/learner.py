@@ -35,6 +35,7 @@ def learner_spec(run: Run) -> LearnerSpec:
         evaluation=run.evaluation,
         alarms=run.alarms,
         failures=run.failures,
+        difficulty=run.difficulty,
     )
 
 

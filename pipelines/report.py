@@ -132,9 +132,10 @@ def evaluation_words(summary: Mapping[str, Any], what: str) -> str:
         return f"{what} was not evaluated"
     lines = [f"held-out success of {what}"]
     for name in ("sampled", "greedy"):
-        successes, answered, unanswered = found[name]
+        successes, answered, unanswered, *rest = found[name]
         rate = f"{successes / answered:.3f}  ({successes} of {answered})" if answered else "nothing answered"
-        more = f"; {unanswered} questions without an answer are not counted" if unanswered else ""
+        more = f"; {rest[0]} truncated" if any(rest) else ""
+        more += f"; {unanswered} questions without an answer are not counted" if unanswered else ""
         lines.append(f"    {name:8} {rate}{more}" if answered or unanswered else f"    {name:8} not asked")
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,12 +79,26 @@ ESTIMATORS: dict[str, Estimator] = {
 """Name in the run file -> estimator."""
 
 
+class Truncated(StrEnum):
+    """What becomes of members that a limit on turns, tokens or context ended."""
+
+    TRAIN = "train"
+    """They train like others, on the reward that the environment gave them."""
+    MASK = "mask"
+    """They vote in their group's baseline and do not train: DAPO's overlong filtering (arXiv:2503.14476)."""
+    DROP = "drop"
+    """They neither vote nor train."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
     """Section [advantages] of the run file."""
 
     estimator: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `reinforce++`, `reinforce++_baseline`, `maxrl` or `gae`; see docs/algorithms.md."""
+    truncated: Truncated = Truncated.TRAIN
+    """What becomes of members that ended with max_turns, max_tokens or context_overflow. They are not failed; whether
+    they are wrong is not known."""
     overlong_tokens: int = 0
     """DAPO's soft overlong punishment: an episode of more sampled tokens than this loses 1 reward. 0 is off."""
     overlong_buffer: int = 0

@@ -10,6 +10,7 @@ are missing they are empty. So old messages stay readable, and old readers read 
 
     1   the first
     2   kept ids (`Episode`, `Row`)
+    3   members that do not train (`Closing`), truncated members (`Verdict`)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from trajectories.packing import restore, without_arrays
 from trajectories.schema import SINCE, Closing, DeadLetter, Episode, Heartbeat, Pack, Row, Task, Verdict, Version
 
 MAGIC = b"HRC1"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 METADATA_KEY = "headrace"
 MAX_MESSAGE_BYTES = 3_500_000
 """Of an encoded message: under gRPC's 4 MiB default, with room for the envelope."""

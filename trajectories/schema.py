@@ -84,6 +84,11 @@ class Status(StrEnum):
         """A failure of the machinery: the member neither trains nor votes in its group's baseline."""
         return self in (Status.ENVIRONMENT_ERROR, Status.TIMEOUT, Status.POLICY_ERROR)
 
+    @property
+    def truncated(self) -> bool:
+        """A limit on the policy's turns, tokens or context ended it: what it would have come to is not known."""
+        return self in (Status.MAX_TURNS, Status.MAX_TOKENS, Status.CONTEXT_OVERFLOW)
+
 
 class Outcome(StrEnum):
     """How a group ended without rows."""
@@ -94,6 +99,8 @@ class Outcome(StrEnum):
     """Too few members lived, or the task itself is broken."""
     EXPIRED = "expired"
     """Every permitted attempt ran out of time (decided by the learner alone)."""
+    RETIRED = "retired"
+    """It was not asked: its prompt is solved always or never (decided by the learner alone, see [difficulty])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +265,40 @@ class Episode:
         return int(self.loss_mask_T.sum())
 
 
+class End(StrEnum):
+    """What a member came to, for people. Each member is one of them."""
+
+    SOLVED = "solved"
+    WRONG = "wrong"
+    """It came to its end, and the environment does not call it solved."""
+    TRUNCATED = "truncated"
+    """A limit ended it before, and it is not solved."""
+    FAILED = "failed"
+    """The machinery failed."""
+
+
+def end_of(status: Status, success: bool) -> End:
+    """What a member of this status came to."""
+    if status.failed:
+        return End.FAILED
+    if success:
+        return End.SOLVED
+    return End.TRUNCATED if status.truncated else End.WRONG
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A member that ended without failing and does not train (`advantages.truncated`); it counts in statistics. The
+    fields are those of Episode."""
+
+    sample: int
+    reward: float
+    success: bool
+    status: Status
+    sampled_tokens: int
+    timings: Timings = Timings()
+
+
 @dataclass(frozen=True, slots=True)
 class Closing:
     """A group's members as they were gathered. It is trained whole or dropped whole.
@@ -278,10 +319,16 @@ class Closing:
     missing_members: int = 0
     """Members that had not ended at the group's deadline."""
     advantages: tuple[float, ...] = ()
+    left_out: tuple[LeftOut, ...] = field(default=(), metadata={SINCE: 3})
 
     @property
     def key(self) -> str:
         return group_key(Kind.TRAIN, self.group_id, self.attempt)
+
+    @property
+    def ended(self) -> tuple[Episode | LeftOut, ...]:
+        """The members that ended without failing."""
+        return (*self.episodes, *self.left_out)
 
     @property
     def oldest_version(self) -> Version | None:
@@ -383,6 +430,8 @@ class Verdict:
     duration_s: float = 0.0
     """The longest member's time."""
     oldest_version: Version | None = None
+    truncated_members: tuple[int, ...] = field(default=(), metadata={SINCE: 3})
+    """Samples of the members that a limit ended before they were solved."""
 
     @property
     def key(self) -> str:

@@ -24,7 +24,7 @@ from apache_beam.transforms.userstate import BagStateSpec, ReadModifyWriteStateS
 from apache_beam.typehints import with_input_types, with_output_types
 
 from trajectories.failures import Decision, FailurePolicy, Standing
-from trajectories.schema import Closing, Episode, Outcome, Verdict
+from trajectories.schema import Closing, End, Episode, Outcome, Verdict, end_of
 from transforms import metrics
 from transforms.coders import EpisodeCoder
 from transforms.dead_letters import VERDICTS
@@ -70,7 +70,7 @@ def close(
 
 def verdict(closing: Closing, outcome: Outcome, reason: str) -> Verdict:
     """A closing's end without rows, with the statistics of its usable members."""
-    episodes = closing.episodes
+    episodes = closing.ended
     return Verdict(
         run_id=closing.run_id,
         group_id=closing.group_id,
@@ -85,6 +85,9 @@ def verdict(closing: Closing, outcome: Outcome, reason: str) -> Verdict:
         sampled_tokens=sum(episode.sampled_tokens for episode in episodes),
         duration_s=max((episode.timings.duration_s for episode in episodes), default=0.0),
         oldest_version=closing.oldest_version,
+        truncated_members=tuple(
+            episode.sample for episode in episodes if end_of(episode.status, episode.success) is End.TRUNCATED
+        ),
     )
 
 

@@ -160,6 +160,7 @@ def test_attempts_run_out() -> None:
         "filtered": 0,
         "failed": 0,
         "expired": 1,
+        "retired": 0,
         "outstanding": 0,
     }
 

@@ -25,6 +25,7 @@ from learner.alarms import AlarmSettings
 from learner.algorithms import ALGORITHMS
 from learner.checkpoints import Checkpoints
 from learner.clients import publisher_client
+from learner.difficulty import DifficultySettings
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.train import LearnerSpec, train
 from policy.adapters import AdapterStore, claim_incarnation, load_peft
@@ -235,6 +236,28 @@ def test_fail_fast_ends_the_run_with_the_reason_and_what_has_trained_is_saved(
     status, summary = run(spec, tmp_path, Habits())
     assert (status, summary["step"]) == (0, 4)
     assert summary["groups"]["failed"] == 1
+
+
+class FivePrompts(Tasks):
+    """Of which the stand-in solves the last one always."""
+
+    def task(self, group_id: int) -> dict[str, Any]:
+        return super().task(group_id % 5)
+
+
+def test_prompts_that_are_always_solved_are_passed_over_and_a_resumed_run_knows_them(
+    spec: LearnerSpec, tmp_path: Path
+) -> None:
+    spec = replace(spec, difficulty=DifficultySettings(solved_visits=1, revisit=100))
+    for steps in (4, 8):
+        with Actors(spec) as actors:
+            train(replace(spec, learner=replace(spec.learner, steps=steps)), FivePrompts(), tmp_path, say=print)
+        check_books(spec, tmp_path)
+        assert all(step["difficulty"]["solved"] <= 1 for step in steps_of(tmp_path))
+        assert summary_of(tmp_path)["groups"]["retired"] >= steps // 4
+    assert steps_of(tmp_path)[-1]["difficulty"] == {"prompts": 5, "solved": 1, "unsolved": 0}
+    # What the second run asked for: none of it is the solved prompt, but what was out or issued before it knew.
+    assert sum(int(key.split(".")[0]) % 5 == 4 for key in actors.started) <= 1
 
 
 def test_two_closings_of_a_group_train_once(spec: LearnerSpec, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from trajectories.schema import (
     Episode,
     Heartbeat,
     Kind,
+    LeftOut,
     Outcome,
     Status,
     Task,
@@ -60,6 +61,7 @@ verdicts = st.builds(
     sampled_tokens=counts,
     duration_s=reals,
     oldest_version=maybe_version,
+    truncated_members=st.lists(st.integers(0, 63), max_size=3).map(tuple),
 )
 heartbeats = st.builds(
     Heartbeat,
@@ -129,6 +131,17 @@ def episodes(
     )
 
 
+left_out = st.builds(
+    LeftOut,
+    sample=st.integers(0, 63),
+    reward=reals,
+    success=st.booleans(),
+    status=st.sampled_from([status for status in Status if status.truncated]),
+    sampled_tokens=counts,
+    timings=st.builds(Timings, reals, reals, reals, reals, reals),
+)
+
+
 @st.composite
 def closings(draw: st.DrawFn, *, number: int = 0, max_members: int = 6) -> Closing:
     prompts = [
@@ -149,6 +162,7 @@ def closings(draw: st.DrawFn, *, number: int = 0, max_members: int = 6) -> Closi
         failed_members=draw(st.integers(0, 3)),
         missing_members=draw(st.integers(0, 3)),
         advantages=tuple(draw(st.lists(st.floats(-5, 5, width=32), min_size=members, max_size=members))),
+        left_out=tuple(draw(st.lists(left_out, max_size=2))),
     )
 
 

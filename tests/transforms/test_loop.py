@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import pytest
 
 from tests.transforms.conftest import MakeEpisode
+from trajectories.failures import RetryOnFailure
 from trajectories.schema import Episode, Status, Task
 from transforms.loop import LONGEST_STALL_S, EpisodeLoop, sound
-from transforms.pending import Absent, Claimed, Running
+from transforms.pending import Absent, Claimed, Running, arrive, look_round
 
 TASK = Task("run-1", group_id=3, group_size=3)
 IDS = [TASK.episode_id(sample) for sample in range(3)]
@@ -167,3 +168,41 @@ def test_what_no_message_can_hold_becomes_a_failed_episode(make_episode: MakeEpi
         assert mended.error
         assert (mended.episode_id, mended.group_size) == (good.episode_id, good.group_size)
         assert sound(mended) is mended
+
+
+def test_a_member_that_failed_is_run_again_in_its_process_and_its_second_end_counts(make_episode: MakeEpisode) -> None:
+    """The transitions of `look_round` against a real event loop: what RunEpisodes does at each look."""
+    runs: list[str] = []
+
+    async def fails_once(task: Task, sample: int) -> Episode:
+        runs.append(task.episode_id(sample))
+        status = Status.TIMEOUT if len(runs) == 1 else Status.COMPLETED
+        return make_episode(sample, status=status)
+
+    task = Task("run-1", group_id=3, group_size=1)
+    entry = arrive((), task)
+    assert entry is not None
+    state, emitted, failed = (entry,), list[Episode](), list[Episode]()
+    loop = EpisodeLoop(max_concurrency=1, poll_interval_s=0.1, orphan_intervals=1000, clock=time.monotonic)
+    loop.attach(fails_once)
+    loop.claim(task.episode_id(0), 1)
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while state:
+            assert time.monotonic() < deadline
+            now = look_round(state, loop.look, loop.room(), max_attempts=1, policy=RetryOnFailure(1))
+            for episode_id in now.forget:
+                loop.forget(episode_id)
+            for started, sample in now.start:
+                loop.submit(started, sample)
+            for episode_id, starts in now.claim:
+                loop.claim(episode_id, starts)
+            state = now.pending
+            emitted += now.emit
+            failed += now.retried
+            time.sleep(0.005)
+    finally:
+        loop.close(PATIENCE_S)
+    assert runs == ["3.0/0", "3.0/0"]
+    assert [episode.status for episode in failed] == [Status.TIMEOUT]
+    assert [episode.status for episode in emitted] == [Status.COMPLETED]
