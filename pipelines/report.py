@@ -118,7 +118,7 @@ def _best(summary: Mapping[str, Any]) -> list[str]:
     best = summary.get("best")
     if best is None or not summary["step"]:
         return []
-    successes, answered, _ = best["sampled"] if best["sampled"][1] else best["greedy"]
+    successes, answered, *_ = best["sampled"] if best["sampled"][1] else best["greedy"]
     return [
         f"best adapter       {best['version']} with {successes / answered:.3f}, of {len(summary['evaluations'])} that "
         f"were evaluated: {best['adapter']}"

@@ -146,7 +146,7 @@ def test_evaluation_while_training_goes_on_and_the_best_is_kept(spec: LearnerSpe
     assert all(later - earlier >= 2 for earlier, later in pairwise(steps[:-1]))
     assert (summary["success_before"], summary["success_after"]) == (0.0, 0.0)
     best = summary["best"]
-    assert (best["version"], best["sampled"], best["greedy"]) == ("2.1", [4, 4, 0], [2, 2, 0])
+    assert (best["version"], best["sampled"], best["greedy"]) == ("2.1", [4, 4, 0, 0], [2, 2, 0, 0])
     adapter, found = load_peft(open_storage(best["adapter"]), CONFIG)
     assert found.rank == LORA.rank
     assert any(part["b"].any() for part in adapter.values())
@@ -180,7 +180,7 @@ def test_an_evaluation_that_a_death_cut_short_is_made_again(spec: LearnerSpec, t
     check_books(spec, tmp_path)
     assert status == 0
     assert summary["evaluations"][0]["version"] == "2.1"
-    assert summary["evaluations"][0]["sampled"] == [0, 3, 0]
+    assert summary["evaluations"][0]["sampled"] == [0, 3, 0, 0]
     assert all(report["version"].endswith(".2") for report in summary["evaluations"][1:])
 
 

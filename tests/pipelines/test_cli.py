@@ -255,7 +255,12 @@ def test_what_is_no_run_folder_is_said_with_those_that_are(tmp_path: Path, capsy
 
 def test_a_run_is_shown_by_its_summary_and_one_line_for_each_step(tmp_path: Path, capsys: Capture) -> None:
     attempt, _ = attempt_of(tmp_path / "run")
-    best = {"version": "40.1", "sampled": [6, 8, 0], "greedy": [0, 0, 0], "adapter": "gs://mine/run/adapters/40.1"}
+    best = {
+        "version": "40.1",
+        "sampled": [6, 8, 0, 0],
+        "greedy": [0, 0, 0, 0],
+        "adapter": "gs://mine/run/adapters/40.1",
+    }
     found = summary(best=best, evaluations=[best, best])
     (attempt.folder / "summary.json").write_text(json.dumps(found))
     step = {
