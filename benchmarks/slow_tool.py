@@ -1,4 +1,4 @@
-"""An environment whose only work is to wait: two turns around one slow tool, and a reward by lot."""
+"""An environment whose only work is to wait: turns with a slow tool behind them, and a reward by lot."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class SlowTool:
 
     latency_s: float = 1.0
     """Mean seconds of the tool; single calls lie within a tenth of it."""
+    turns: int = 2
+    """Policy turns of an episode."""
+    calls: int = 1
+    """Calls of the tool: one behind each of the first turns."""
     seed: int = 0
 
     @property
@@ -31,16 +35,16 @@ class SlowTool:
         return [{"question": f"0{number}"} for number in range(count)]
 
     def make(self) -> SlowToolEnvironment:
-        return SlowToolEnvironment(self.latency_s)
+        return SlowToolEnvironment(self)
 
 
 class SlowToolEnvironment:
-    """One episode: the first turn waits for the tool, the second ends it."""
+    """One episode: the tool is waited for after each of the first `calls` turns, the last turn ends it."""
 
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, latency_s: float) -> None:
-        self._latency_s = latency_s
+    def __init__(self, spec: SlowTool) -> None:
+        self._spec = spec
         self._turns = 0
 
     async def reset(self, payload: Mapping[str, Any], *, episode_id: str, seed: int) -> Sequence[Message]:
@@ -49,8 +53,9 @@ class SlowToolEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         self._turns += 1
-        if self._turns == 1:
-            await asyncio.sleep(self._latency_s * self._random.uniform(0.9, 1.1))
+        if self._turns <= self._spec.calls:
+            await asyncio.sleep(self._spec.latency_s * self._random.uniform(0.9, 1.1))
+        if self._turns < self._spec.turns:
             return StepResult((Message("tool", "12"),))
         reward = float(self._random.random() < 0.5)
         return StepResult((), reward, True, {"lot": reward}, success=bool(reward))

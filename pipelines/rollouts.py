@@ -22,7 +22,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, SetupOptions, StandardOptions
 
 from pipelines.config import load_run
-from pipelines.direct_runner import leave_out_empty_bundles
+from pipelines.direct_runner import ease
 from transforms.advantages import Advantages
 from transforms.dead_letters import DEAD, EVALUATED, VERDICTS
 from transforms.episodes import RunEpisodes, RuntimeFactory
@@ -106,7 +106,7 @@ def _serve(pipeline: beam.Pipeline) -> int:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
-    leave_out_empty_bundles()
+    ease()
     result = pipeline.run()
 
     def wait() -> None:

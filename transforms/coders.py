@@ -1,6 +1,7 @@
 """Beam coders of the contract's types: what crosses a stage or lies in state is a message of `trajectories.codec`.
 
-Invariant: no experience is ever pickled. Importing this module registers the coders; keys are plain strings.
+Invariants: no experience is ever pickled; messages are never changed once they are made, so that one which was encoded
+or decoded lately stands for its bytes. Importing this module registers the coders; keys are plain strings.
 """
 
 # mypy: allow-subclassing-any
@@ -8,14 +9,70 @@ Invariant: no experience is ever pickled. Importing this module registers the co
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
-from typing import Any
+import threading
+from collections import OrderedDict
+from typing import Any, TypeVar
 
 from apache_beam import coders
 
 from trajectories import codec
 from trajectories.schema import Closing, DeadLetter, Episode, Pack, Task, Verdict
 from transforms.pending import Member, Pending, Phase
+
+M = TypeVar("M", bound=codec.Message)
+RECENT_BYTES = 16 << 20
+"""Encoded bytes whose messages are remembered."""
+
+
+class Recent:
+    """Messages beside their bytes, the latest `limit` bytes of them. Thread-safe.
+
+    State is read and written many times by the process that made what lies in it, tasks at every look at them."""
+
+    def __init__(self, limit: int = RECENT_BYTES) -> None:
+        self._limit, self._bytes = limit, 0
+        self._lock = threading.Lock()
+        self._values: OrderedDict[bytes, codec.Message] = OrderedDict()
+        self._data: dict[int, bytes] = {}
+        """By the identity of a value in `_values`, which lives as long as its entry."""
+
+    def encode(self, value: codec.Message) -> bytes:
+        """As `codec.encode`, without a limit."""
+        with self._lock:
+            data = self._data.get(id(value))
+            if data is not None:
+                self._values.move_to_end(data)
+                return data
+        data = codec.encode(value, limit=None)
+        self.note(value, data)
+        return data
+
+    def decode(self, data: bytes, expect: type[M]) -> M:
+        """As `codec.decode`, without a limit."""
+        with self._lock:
+            known = self._values.get(data)
+            if type(known) is expect:
+                self._values.move_to_end(data)
+                return known
+        value = codec.decode(data, expect, limit=None)
+        self.note(value, data)
+        return value
+
+    def note(self, value: codec.Message, data: bytes) -> None:
+        """Remember that `data` is what `value` is encoded as."""
+        with self._lock:
+            if data in self._values:
+                return
+            self._values[data] = value
+            self._data[id(value)] = data
+            self._bytes += len(data)
+            while self._bytes > self._limit:
+                old, forgotten = self._values.popitem(last=False)
+                del self._data[id(forgotten)]
+                self._bytes -= len(old)
+
+
+recent = Recent()
 
 
 class MessageCoder(coders.Coder):
@@ -24,10 +81,10 @@ class MessageCoder(coders.Coder):
     message: type[Any]
 
     def encode(self, value: codec.Message) -> bytes:
-        return codec.encode(value, limit=None)
+        return recent.encode(value)
 
     def decode(self, encoded: bytes) -> Any:
-        return codec.decode(encoded, self.message, limit=None)
+        return recent.decode(encoded, self.message)
 
     def is_deterministic(self) -> bool:
         return False
@@ -71,13 +128,14 @@ for _coder in (TaskCoder, EpisodeCoder, ClosingCoder, PackCoder, VerdictCoder, D
 
 
 _MEMBER = struct.Struct("<IBI")
+_PHASES = {phase.value: phase for phase in Phase}
 
 
 class PendingCoder(coders.Coder):
     """State of RunEpisodes: u32 length, the task's message, then (u32 starts, u8 phase, u32 retries) per member."""
 
     def encode(self, value: Pending) -> bytes:
-        task = codec.encode(value.task, limit=None)
+        task = recent.encode(value.task)
         members = b"".join(_MEMBER.pack(member.starts, member.phase.value, member.retries) for member in value.members)
         return struct.pack("<I", len(task)) + task + members
 
@@ -85,15 +143,9 @@ class PendingCoder(coders.Coder):
         (length,) = struct.unpack_from("<I", encoded)
         members = _MEMBER.iter_unpack(encoded[4 + length :])
         return Pending(
-            _decode_task(encoded[4 : 4 + length]),
-            tuple(Member(starts, Phase(phase), retries) for starts, phase, retries in members),
+            recent.decode(encoded[4 : 4 + length], Task),
+            tuple(Member(starts, _PHASES[phase], retries) for starts, phase, retries in members),
         )
 
     def is_deterministic(self) -> bool:
         return False
-
-
-@lru_cache(maxsize=4096)
-def _decode_task(data: bytes) -> Task:
-    # The same tasks are read at every look, ten times a second.
-    return codec.decode(data, Task, limit=None)

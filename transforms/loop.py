@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from trajectories import codec
 from trajectories.schema import Episode, Status, Task, Timings
+from transforms.coders import recent
 from transforms.pending import Absent, Claimed, Look, Running, failed_episode
 
 LONGEST_STALL_S = 60.0
@@ -236,6 +237,7 @@ def sound(episode: Episode) -> Episode:
     try:
         encoded = codec.encode(episode)
         codec.decode(encoded, Episode)
+        recent.note(episode, encoded)
         if not abs(episode.reward) < float("inf"):
             raise ValueError(f"the environment's reward must be a finite number, found {episode.reward}")
         return episode
