@@ -7,8 +7,8 @@ Two measurements, each against what its slots allow: `ideal` = slots / (an episo
 - 4,096 episodes wait for 5 s tools in one worker process, on the real path: Pub/Sub server, Beam job on the
   DirectRunner, and this process as the learner's two ends (it keeps tasks outstanding, and takes rows and verdicts).
   Beside it the bare orchestrator: the same episodes on one event loop, nothing else.
-- The workload that Tunix's agentic GRPO learner is given in `benchmarks/tunix_rollouts.py`: 8 groups of 4 episodes a
-  step, two turns, each with a tool of 1 s or 5 s behind it, 64 slots, a 2-layer model that trains on the way. Whole
+- The workload that Tunix's agentic GRPO learner is given in `benchmarks/reference_rollouts.py`: 8 groups of 4 episodes
+  a step, two turns, each with a tool of 1 s or 5 s behind it, 64 slots, a 2-layer model that trains on the way. Whole
   runs, the learner included; Tunix in an environment of its own (`make bench-setup`).
 
 The policy is simulated on both sides, so that nothing but the path is measured.
@@ -29,6 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.slow_tool import SlowTool
 from benchmarks.utilization import make_model
@@ -345,6 +347,7 @@ class Ends:
             self.issue()
 
 
+WARM_UP_STEPS = 4
 WORKLOAD_SLOTS, WORKLOAD_GROUPS, WORKLOAD_MEMBERS, POLICY_S = 64, 8, 4, 0.05
 
 
@@ -389,12 +392,36 @@ def workload(folder: Path, tool_s: int, steps: int) -> dict[str, Any]:
         stdout=sys.stderr,
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((out / "summary.json").read_text())
-    return {"workload_summary": summary, "workload_lines": lines}
+    ended = np.cumsum([WORKLOAD_MEMBERS * (line["filtered"] + len(line["groups"])) for line in lines])
+    # The first steps find the places empty. Episodes that begin together end together, so that steps come in bursts:
+    # the rate is the slope of the line through all of them, not what lies between two.
+    seconds = np.array([line["train_s"] for line in lines])
+    rate = float(np.polyfit(seconds[WARM_UP_STEPS:], ended[WARM_UP_STEPS:], 1)[0])
+    return {
+        f"episodes_per_s_{tool_s}s": rate,
+        f"ideal_fraction_{tool_s}s": rate / ideal_of_workload(tool_s),
+        f"staleness_max_{tool_s}s": max(line["staleness_max"] for line in lines),
+    }
+
+
+def ideal_of_workload(tool_s: float) -> float:
+    """Episodes a second of 64 slots that are never empty."""
+    return WORKLOAD_SLOTS / (2 * (tool_s + POLICY_S))
 
 
 def tunix(python: str, tool_s: int, steps: int) -> dict[str, Any]:
-    raise NotImplementedError
+    """The same from Tunix, if its environment is there."""
+    rate, fraction = f"tunix_episodes_per_s_{tool_s}s", f"tunix_ideal_fraction_{tool_s}s"
+    if not Path(python).exists():
+        print(f"there is no {python}: `make bench-setup` makes it", file=sys.stderr)
+        return {rate: None, fraction: None}
+    print(f"tunix with {tool_s} s tools: {steps} steps", file=sys.stderr, flush=True)
+    sizes = {"tool-s": tool_s, "slots": WORKLOAD_SLOTS, "groups": WORKLOAD_GROUPS, "members": WORKLOAD_MEMBERS}
+    options = [f"--{name}={value}" for name, value in (sizes | {"steps": steps}).items()]
+    command = [python, str(ROOT / "benchmarks" / "reference_rollouts.py"), *options]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=900).stdout
+    found = float(json.loads(output.splitlines()[-1])["episodes_per_s"])
+    return {rate: found, fraction: found / ideal_of_workload(tool_s)}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,9 @@ from trajectories.schema import Episode, Status, Task, Timings
 from transforms.coders import recent
 from transforms.pending import Absent, Claimed, Look, Running, failed_episode
 
+AHEAD = 0.25
+"""Share of `max_concurrency` that is started beyond it and waits in the process: a place that is free again is taken at
+once, and not when the job next looks."""
 LONGEST_STALL_S = 60.0
 """An episode is orphaned after this long even if the process was asked for nothing at all."""
 
@@ -43,7 +47,7 @@ class Occupancy:
 
     running: int
     waiting: int
-    """Claimed and not started."""
+    """Claimed, and without a place."""
     started: int
     """Since the process began."""
     finished: int
@@ -53,7 +57,9 @@ class Occupancy:
 
 
 class EpisodeLoop:
-    """Runs up to `max_concurrency` episodes once `attach` has told it how. Thread-safe."""
+    """Starts up to `max_concurrency` episodes, and AHEAD of that to wait for places, once `attach` has told it how.
+
+    What it is attached to bounds those that run. Thread-safe."""
 
     def __init__(
         self, *, max_concurrency: int, poll_interval_s: float, orphan_intervals: int, clock: Callable[[], float]
@@ -102,7 +108,8 @@ class EpisodeLoop:
     def room(self) -> int:
         """Episodes that may be started now."""
         with self._lock:
-            return 0 if self._run is None or self._closed else max(0, self._max_concurrency - self._running)
+            most = self._max_concurrency + math.ceil(AHEAD * self._max_concurrency)
+            return 0 if self._run is None or self._closed else max(0, most - self._running)
 
     def submit(self, task: Task, sample: int) -> None:
         """Start a member; harmless if it runs or has ended."""
@@ -136,9 +143,10 @@ class EpisodeLoop:
         """Counts for the heartbeat."""
         with self._lock:
             entries = list(self._entries.values())
+            running = min(self._running, self._max_concurrency)
             return Occupancy(
-                running=self._running,
-                waiting=sum(entry.task is None for entry in entries),
+                running=running,
+                waiting=sum(entry.task is None for entry in entries) + self._running - running,
                 started=self._started,
                 finished=self._finished,
                 orphaned=self._orphaned,

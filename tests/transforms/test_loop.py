@@ -90,14 +90,16 @@ def test_a_result_stays_until_it_is_forgotten(script: Scripted) -> None:
         assert (loop.occupancy().started, loop.occupancy().finished) == (1, 1)
 
 
-def test_room_is_what_max_concurrency_leaves(script: Scripted) -> None:
+def test_room_is_what_max_concurrency_leaves_and_one_more_waits_in_the_process(script: Scripted) -> None:
     with running(script, room=2) as loop:
-        assert loop.room() == 2
-        loop.submit(TASK, 0)
-        loop.submit(TASK, 1)
+        assert loop.room() == 3
+        for sample in range(3):
+            loop.submit(TASK, sample)
         assert loop.room() == 0
+        assert (loop.occupancy().running, loop.occupancy().waiting) == (2, 1)
         script.told.add(1)
         until(lambda: loop.room() == 1)
+        assert (loop.occupancy().running, loop.occupancy().waiting) == (2, 0)
 
 
 def test_there_is_no_room_before_there_is_a_policy() -> None:
@@ -130,7 +132,7 @@ def test_an_episode_nobody_asks_for_is_cancelled_and_its_key_may_come_back(scrip
         assert loop.look(IDS[0]) is Absent.ABSENT
         assert loop.look(IDS[1]) is Running.RUNNING
         until(lambda: script.cancelled == [0])
-        until(lambda: loop.room() == 1)
+        until(lambda: loop.room() == 2)
 
 
 def test_a_stall_of_the_job_orphans_nobody_unless_it_lasts(script: Scripted) -> None:
