@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -145,29 +146,28 @@ async def bare(load: Load) -> dict[str, float]:
     )
     before = Usage.of(os.getpid())
     running: set[asyncio.Task[Any]] = set()
+    numbers = itertools.count()
     ended = 0
 
-    def start(number: int) -> None:
+    def start() -> None:
+        number = next(numbers)
         task = Task("bare", number, group_size=1, payload=SlowTool().task(number))
         one = asyncio.ensure_future(orchestrator.run(task, 0))
         running.add(one)
         one.add_done_callback(end)
 
     def end(one: asyncio.Task[Any]) -> None:
-        nonlocal ended, number
+        nonlocal ended
         running.discard(one)
         if not one.cancelled():
             assert not one.result().status.failed, one.result().error
             ended += 1
-            number += 1
-            start(number)
+            start()
 
-    number = 0
     loop = asyncio.get_running_loop()
     began = loop.time()
-    while number < load.slots:
-        number += 1
-        start(number)
+    for number in range(load.slots):
+        start()
         await asyncio.sleep(max(0.0, began + number * load.episode_s / load.slots - loop.time()))
     await asyncio.sleep(load.tool_s)
     full, ended, since = Usage.of(os.getpid()), 0, loop.time()
