@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REFERENCE := .venv-reference
+TUNIX := .venv-tunix
 ARGS ?=
 
-.PHONY: help setup lock demo demo-tiny test lint soak bench bench-decode parity base-model clean
+.PHONY: help setup lock demo demo-tiny test lint soak bench bench-decode bench-setup bench-learner parity base-model clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,6 +51,11 @@ bench: setup  ## The busy fraction of the learner, beside memory-fed and synchro
 bench-decode: setup $(REFERENCE)/.installed  ## The sampling engine on a CPU, beside transformers.generate (downloads torch)
 	$(BIN)/python -m benchmarks.decode --json --reference $(REFERENCE)/bin/python $(ARGS)
 
+bench-setup: $(TUNIX)/.installed  ## Build .venv-tunix, which bench-learner compares with
+
+bench-learner: setup bench-setup  ## The learner's packing, shared prompts and gaps, beside google-tunix's trainer
+	$(BIN)/python -m benchmarks.learner --json --tunix $(TUNIX)/bin/python $(ARGS)
+
 parity: setup $(REFERENCE)/.installed  ## Model families and adapters against transformers and peft (downloads torch)
 	HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python tests/policy/make_family_fixtures.py --check
 	rm -rf build/parity
@@ -61,8 +67,13 @@ $(REFERENCE)/.installed: requirements-reference.txt
 	$(REFERENCE)/bin/pip install --quiet --disable-pip-version-check -r requirements-reference.txt
 	touch $@
 
+$(TUNIX)/.installed: requirements-tunix.txt
+	$(PYTHON) -m venv $(TUNIX)
+	$(TUNIX)/bin/pip install --quiet --disable-pip-version-check -r requirements-tunix.txt
+	touch $@
+
 base-model: setup  ## Make the tiny model's base from nothing
 	$(BIN)/python examples/make_calculator_base.py $(ARGS)
 
 clean:  ## Remove .venv and caches
-	rm -rf $(VENV) $(REFERENCE) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE) $(TUNIX) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,7 +18,7 @@ import numpy as np
 
 from learner.settings import LearnerSettings, StalenessPolicy
 from trajectories.advantages import token_rewards
-from trajectories.packing import pack
+from trajectories.packing import fit, pack
 from trajectories.schema import PROMPT_SAMPLE, Closing, Pack, Row
 
 
@@ -84,10 +84,12 @@ def lay_out(chosen: Sequence[Held]) -> tuple[Row, ...]:
 
     Rows are taken as they came where all closings of their message are chosen. The closings of a bucket are packed anew
     if some of their messages' closings are not chosen, or if that takes fewer rows: messages that left the packer by
-    its timer are half empty.
+    its timer are half empty. All are packed together where that takes fewer tokens: the closings of short rows fill
+    what those of long rows leave.
     """
     rows: list[Row] = []
-    for bucket in sorted({item.source.bucket for item in chosen}):
+    buckets = sorted({item.source.bucket for item in chosen})
+    for bucket in buckets:
         members = [item for item in chosen if item.source.bucket == bucket]
         ids = {item.closing.closing_id for item in members}
         sources = {id(item.source): item.source for item in members}.values()
@@ -99,6 +101,10 @@ def lay_out(chosen: Sequence[Held]) -> tuple[Row, ...]:
             continue
         anew = pack([item.closing for item in sorted(members, key=lambda item: item.order)], bucket).rows
         rows.extend(came if whole and len(came) <= len(anew) else anew)
+    if len(buckets) > 1:
+        together = fit([item.closing for item in sorted(chosen, key=lambda item: item.order)], buckets)
+        if sum(row.bucket for row in together) < sum(row.bucket for row in rows):
+            return together
     return tuple(rows)
 
 

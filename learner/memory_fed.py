@@ -33,6 +33,8 @@ class MemoryFed:
     """Mean seconds of a step."""
     tokens_per_s: float
     """Tokens of trained rows, padding left out."""
+    compiles_after_warmup: int
+    """XLA compilations of the process while it trained: 0, whatever the lengths were."""
 
 
 def train_from_memory(trainer: StepRunner, packs: Sequence[Pack], settings: LearnerSettings, steps: int) -> MemoryFed:
@@ -51,7 +53,7 @@ def train_from_memory(trainer: StepRunner, packs: Sequence[Pack], settings: Lear
     device = Device(trainer, inbox.put, time.monotonic)
     device.start()
     done: list[StepDone] = []
-    submitted = 0
+    submitted = compiled = 0
     try:
         event = inbox.get()
         while True:
@@ -59,7 +61,9 @@ def train_from_memory(trainer: StepRunner, packs: Sequence[Pack], settings: Lear
                 raise event.error
             if isinstance(event, StepDone):
                 done.append(event)
-            elif not isinstance(event, Compiled):
+            elif isinstance(event, Compiled):
+                compiled = event.compiles
+            else:
                 raise TypeError(f"unknown event {event!r}")
             if len(done) == steps:
                 break
@@ -78,4 +82,4 @@ def train_from_memory(trainer: StepRunner, packs: Sequence[Pack], settings: Lear
     wall_s = done[-1].ended - done[0].began
     busy_s = sum(step.ended - step.began for step in done)
     tokens = sum(step.work.prepared.used_tokens for step in done)
-    return MemoryFed(steps, wall_s, busy_s / wall_s, busy_s / steps, tokens / wall_s)
+    return MemoryFed(steps, wall_s, busy_s / wall_s, busy_s / steps, tokens / wall_s, trainer.compiles - compiled)

@@ -87,20 +87,30 @@ def pack(closings: Sequence[Closing], bucket: int) -> Pack:
         raise ValueError(f"a pack holds closings of one run, found those of {sorted(run_ids)}")
     if len({closing.closing_id for closing in closings}) != len(closings):
         raise ValueError("a pack holds each closing once")
-    pieces = [piece for index, closing in enumerate(closings) for piece in _pieces(index, closing, bucket)]
-    rows: list[list[_Piece]] = []
+    return Pack(run_ids.pop(), bucket, fit(closings, (bucket,)), tuple(closings))
+
+
+def fit(closings: Sequence[Closing], buckets: Sequence[int]) -> tuple[Row, ...]:
+    """Rows of the lengths `buckets` (ascending) that hold all of `closings`, by best fit decreasing.
+
+    A row is as short as what it was begun for allows; smaller closings fill what is left of longer rows. Raises TooLong
+    if a member does not fit a row.
+    """
+    pieces = [piece for index, closing in enumerate(closings) for piece in _pieces(index, closing, buckets[-1])]
+    rows: list[tuple[int, list[_Piece]]] = []
     space: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -piece.length):
         fits = [(left - piece.length, row) for row, left in enumerate(space) if left >= piece.length]
         if fits:
             left, row = min(fits)
         else:
+            bucket = next(bucket for bucket in buckets if bucket >= piece.length)
             left, row = bucket - piece.length, len(rows)
-            rows.append([])
+            rows.append((bucket, []))
             space.append(0)
-        rows[row].append(piece)
+        rows[row][1].append(piece)
         space[row] = left
-    return Pack(run_ids.pop(), bucket, tuple(_row(row, closings, bucket) for row in rows), tuple(closings))
+    return tuple(_row(members, closings, bucket) for bucket, members in rows)
 
 
 def unpack(packed: Pack) -> tuple[Closing, ...]:

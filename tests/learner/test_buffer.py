@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from learner.buffer import Buffer, choose, fault, lay_out
 from learner.settings import LearnerSettings, StalenessPolicy
 from trajectories.packing import bucket_of, pack, unpack
-from trajectories.schema import Closing, Episode, Pack, Version, VersionSpan
+from trajectories.schema import PROMPT_SAMPLE, Closing, Episode, Pack, Version, VersionSpan
 
 BUCKETS = (32, 64)
 
@@ -157,6 +157,20 @@ def test_half_empty_messages_are_packed_together_and_full_ones_left_alone() -> N
     for one in full.closings:
         buffer.add(one, full, 0)
     assert lay_out(buffer.take([], 0).chosen) == full.rows
+
+
+def test_closings_of_short_rows_fill_what_long_rows_leave() -> None:
+    long = [closing(group, length=22) for group in range(2)]  # 44 of 64 tokens
+    short = [closing(group, length=10) for group in range(2, 5)]  # 20 of 32
+    sources = [packed(one, bucket=bucket_of(one, BUCKETS)) for one in (*long, *short)]
+    assert [source.bucket for source in sources] == [64, 64, 32, 32, 32]
+    buffer = Buffer(LearnerSettings(groups_per_step=5))
+    for source in sources:
+        buffer.add(source.closings[0], source, 0)
+    rows = lay_out(buffer.take([], 0).chosen)
+    assert sum(row.bucket for row in rows) == 160 < sum(row.bucket for source in sources for row in source.rows)
+    laid = {(s.closing_id, s.sample) for row in rows for s in row.segments if s.sample != PROMPT_SAMPLE}
+    assert laid == {(f"c{group}", sample) for group in range(5) for sample in range(2)}
 
 
 @pytest.mark.parametrize("members", [2, 8])
