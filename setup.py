@@ -49,5 +49,12 @@ setup(
         "plan": ["libtpu==0.0.42.*"],
         "tpu": ["jax[tpu]>=0.10.2,<0.11"],
     },
-    entry_points={"console_scripts": ["headrace=pipelines.cli:main"]},
+    entry_points={
+        "console_scripts": ["headrace=pipelines.cli:main"],
+        "headrace.environments": [
+            "calculator=environments.calculator:Calculator",
+            "verifiable=environments.verifiable:verifiable",
+            "word_calculator=environments.calculator:WordCalculator",
+        ],
+    },
 )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import inspect
 import math
 import pkgutil
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -25,9 +26,11 @@ __all__ = [
     "EnvironmentSettings",
     "EnvironmentSpec",
     "Message",
+    "Spec",
     "StepResult",
     "TaskSource",
     "ToolCall",
+    "find_named",
     "load_environment",
 ]
 
@@ -51,12 +54,14 @@ class StepResult:
 
 class Environment(Protocol):
     """One episode's world. Its methods run on the orchestrator's event loop: blocking work goes through
-    `environments.tools.run_blocking`. Whatever they raise becomes a failed episode and reaches nothing else."""
+    `environments.tools.run_blocking`. Whatever they raise becomes a failed episode and reaches nothing else.
+
+    A class that derives from this one has no tools and nothing to close, unless it says otherwise."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """OpenAI-style JSON schemas, as the chat template is shown them."""
-        ...
+        return ()
 
     async def reset(self, payload: Mapping[str, Any], *, episode_id: str, seed: int) -> Sequence[Message]:
         """The conversation before the first turn. `payload` is the task's; `episode_id` is the idempotency key for what
@@ -69,7 +74,7 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Called once, whatever happened; nothing follows it."""
-        ...
+        return
 
 
 class TaskSource(Protocol):
@@ -94,11 +99,20 @@ class EnvironmentSpec(Protocol):
 
 
 @dataclass(frozen=True)
+class Spec:
+    """The EnvironmentSpec of an environment class and its tasks."""
+
+    make: Callable[[], Environment]
+    tasks: TaskSource
+
+
+@dataclass(frozen=True)
 class EnvironmentSettings:
     """Section `[environment]` of the run file."""
 
     name: str = "environments.calculator:Calculator"
-    """`module:Name` of a class or function that is called with the options and returns an EnvironmentSpec."""
+    """`module:Name` of a class or function that is called with the options and returns an EnvironmentSpec; or the name
+    under which a package has installed one (entry point group `headrace.environments`), such as `calculator`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for it. `seed` is the run's unless it is given here."""
     max_turns: int = 4
@@ -118,9 +132,10 @@ class EnvironmentSettings:
 
     def __post_init__(self) -> None:
         module, separator, attribute = self.name.partition(":")
-        if not (module and separator and attribute):
+        if not module or (separator and not attribute):
             raise ValueError(
-                f"environment.name must be module:Name, such as environments.calculator:Calculator, found {self.name!r}"
+                "environment.name must be module:Name, such as environments.calculator:Calculator, or an installed "
+                f"name, such as calculator; found {self.name!r}"
             )
         for name in ("max_turns", "max_concurrency", "max_observation", "blocking_threads"):
             if getattr(self, name) < 1:
@@ -138,7 +153,32 @@ def load_environment(settings: EnvironmentSettings, seed: int) -> EnvironmentSpe
     Raises ValueError with what was found instead and near names, or with what the code that was named has raised.
     """
     where = f"environment.name {settings.name!r}"
-    module_name, _, attribute = settings.name.partition(":")
+    name = settings.name if ":" in settings.name else _installed(settings.name, where)
+    found = find_named(name, where)
+    signature = inspect.signature(found)
+    options = dict(settings.options)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    if "seed" in signature.parameters or takes_any:
+        options.setdefault("seed", seed)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}; environment.options may hold {', '.join(signature.parameters)}") from error
+    try:
+        spec = found(**options)
+    except Exception as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ValueError(f"{where}: {name.partition(':')[2]}({shown}) failed: {_raised(error)}") from error
+    if not isinstance(spec, EnvironmentSpec):
+        raise ValueError(f"{where}: it must return an object with `make` and `tasks`, found a {type(spec).__name__}")
+    return spec
+
+
+def find_named(name: str, where: str) -> Callable[..., Any]:
+    """The class or function that `module:Name` stands for; raises ValueError that begins with `where`."""
+    module_name, separator, attribute = name.partition(":")
+    if not (module_name and separator and attribute):
+        raise ValueError(f"{where}: it must be module:Name, found {name!r}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -155,23 +195,24 @@ def load_environment(settings: EnvironmentSettings, seed: int) -> EnvironmentSpe
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         kind = "no such name" if found is None else f"a {type(found).__name__}, which cannot be called,"
         raise ValueError(f"{where}: found {kind} in {module_name}{_near(attribute, names)}")
-    signature = inspect.signature(found)
-    options = dict(settings.options)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    if "seed" in signature.parameters or takes_any:
-        options.setdefault("seed", seed)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}; environment.options may hold {', '.join(signature.parameters)}") from error
-    try:
-        spec = found(**options)
-    except Exception as error:
-        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise ValueError(f"{where}: {attribute}({shown}) failed: {_raised(error)}") from error
-    if not isinstance(spec, EnvironmentSpec):
-        raise ValueError(f"{where}: it must return an object with `make` and `tasks`, found a {type(spec).__name__}")
-    return spec
+    return found  # type: ignore[no-any-return]
+
+
+ENTRY_POINTS = "headrace.environments"
+"""Group of the entry points under which packages install environments."""
+
+
+def _installed(name: str, where: str) -> str:
+    """`module:Name` of an installed name."""
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    values = sorted({f"{point.module}:{point.attr}" for point in points if point.name == name})
+    if len(values) > 1:
+        raise ValueError(f"{where}: several packages have installed it: name one of {' and '.join(values)}")
+    if not values:
+        names = sorted({point.name for point in points})
+        have = f"{_near(name, names)}; installed are {', '.join(names)}" if names else "; none is installed"
+        raise ValueError(f"{where}: no package has installed it{have}. Else write module:Name")
+    return values[0]
 
 
 def _raised(error: Exception) -> str:

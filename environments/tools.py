@@ -14,14 +14,13 @@ import inspect
 import itertools
 import json
 import threading
-import types
-import typing
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar, overload
 
 from environments.environment import Action, Message, StepResult, ToolCall
+from environments.signatures import coerced, hints_of, mismatch, signature_of
 from trajectories.schema import stream_seed
 
 R = TypeVar("R")
@@ -191,6 +190,8 @@ class ToolContext:
     """Position of the call within its turn."""
     seed: int = 0
     """Pure function of run, episode, turn and call."""
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    """The task's."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,8 @@ class ToolResult:
     text: str
     counts: Mapping[str, float] = field(default_factory=dict)
     """Named as the episode's metrics: tool_calls; malformed_calls and refused_calls, which are the policy's mistakes;
-    calls_over_limit, those of the refused that were too many; tool_errors, tool_timeouts, cut_outputs and
-    invalid_outputs, which are the tool's."""
+    calls_over_limit, those of the refused that were too many; mended_calls, whose arguments were what was asked for,
+    written another way; tool_errors, tool_timeouts, cut_outputs and invalid_outputs, which are the tool's."""
 
     @property
     def failed(self) -> bool:
@@ -243,6 +244,8 @@ class Tool:
     """Most seconds for a call, a blocking one's wait for a free thread included."""
     max_output: int = 4096
     """Most characters of an answer."""
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """Python values of arguments that fit the schema; may raise ValueError or TypeError."""
     max_calls: int | None = None
     """Most calls in one episode, malformed ones apart; None: any number."""
     _numbers: Iterator[int] | None = field(default=None, repr=False, compare=False)
@@ -259,17 +262,27 @@ class Tool:
         )
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *, timeout_s: float = 30.0, max_output: int = 4096) -> Tool:
-        """The tool that a typed function describes: name, docstring, annotations. Raises TypeError for a parameter that
-        JSON cannot carry."""
+    def of(
+        cls, function: Callable[..., Any] | Tool, *, timeout_s: float = 30.0, max_output: int = 4096, name: str = ""
+    ) -> Tool:
+        """The tool that a typed function describes: its name, docstring (with Google's `Args:`) and annotations; a tool
+        is itself. Raises TypeError for a parameter that JSON cannot carry."""
+        if isinstance(function, Tool):
+            return function
+        signature = signature_of(function, given=(ToolContext,))
         return cls(
-            name=function.__name__,
-            description=inspect.getdoc(function) or "",
-            parameters=_parameters(function),
+            name=name or function.__name__,
+            description=signature.description,
+            parameters=signature.parameters,
             function=function,
             timeout_s=timeout_s,
             max_output=max_output,
+            read=signature.read,
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, for people and tests."""
+        return self.function(*args, **kwargs)
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -279,16 +292,22 @@ class Tool:
 
     @functools.cached_property
     def _context_parameters(self) -> list[str]:
-        return [name for name, kind in _hints(self.function).items() if kind is ToolContext]
+        return [name for name, kind in hints_of(self.function).items() if kind is ToolContext]
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext = ToolContext()) -> ToolResult:
         """Call the tool; see the module's invariant."""
-        if problem := mismatch(arguments, self.parameters):
-            return ToolResult(f"error: {self.name}: {problem}", {"malformed_calls": 1})
+        written = coerced(arguments, self.parameters)
+        problem = mismatch(written, self.parameters)
+        try:
+            given = {} if problem else dict(self.read(written)) | dict.fromkeys(self._context_parameters, context)
+        except (ValueError, TypeError) as error:
+            problem = describe(error)
+        if problem:
+            return ToolResult(bounded_text(f"error: {self.name}: {problem}", 1024)[0], {"malformed_calls": 1})
         if self._numbers is not None and self.max_calls is not None and next(self._numbers) > self.max_calls:
             text = f"error: {self.name} may be called {self.max_calls} times in an episode"
             return ToolResult(text, {"tool_calls": 1, "refused_calls": 1, "calls_over_limit": 1})
-        given = dict(arguments) | dict.fromkeys(self._context_parameters, context)
+        mended = {} if written == arguments else {"mended_calls": 1}
         try:
             value = await within(self.timeout_s, self._call(given))
             text, counts = bounded_text(value, self.max_output)
@@ -301,7 +320,7 @@ class Tool:
         except Exception as error:
             text, counts = bounded_text(f"error: {describe(error)}", self.max_output)
             counts = {**counts, "tool_errors": 1}
-        return ToolResult(text, {"tool_calls": 1, **counts})
+        return ToolResult(text, {"tool_calls": 1, **mended, **counts})
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
@@ -312,6 +331,24 @@ class Tool:
         return await value if isinstance(value, Awaitable) else value
 
 
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+
+
+@overload
+def tool(
+    *, timeout_s: float = 30.0, max_output: int = 4096, name: str = ""
+) -> Callable[[Callable[..., Any]], Tool]: ...
+
+
+def tool(
+    function: Callable[..., Any] | None = None, /, *, timeout_s: float = 30.0, max_output: int = 4096, name: str = ""
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Decorator that makes a typed function a tool: `@tool`, or `@tool(timeout_s=5)`. See `Tool.of`."""
+    made = functools.partial(Tool.of, timeout_s=timeout_s, max_output=max_output, name=name)
+    return made if function is None else made(function)
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     reward_parts: Mapping[str, float]
@@ -319,7 +356,8 @@ class Score:
 
 
 class ToolEnvironment:
-    """A conversation with tools that ends at the first turn without a call, which is then scored.
+    """A conversation with tools that ends at the first turn without a call, which is then judged. Without tools that is
+    the first turn, whatever it says.
 
     `prompt` makes the conversation before the first turn, `score` judges the payload and the turns the policy took; it
     is called once, at the end, and may be async. The calls of one turn run at the same time.
@@ -348,8 +386,12 @@ class ToolEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         self.actions.append(action)
-        if action.tool_calls and action.finished:
+        if self._tools and action.tool_calls and action.finished:
             return await self.observe(action.tool_calls)
+        return await self.judge()
+
+    async def judge(self) -> StepResult:
+        """What the end of the conversation is worth; done."""
         score = self._score(self.payload, self.actions)
         if isinstance(score, Awaitable):
             score = await score
@@ -378,87 +420,9 @@ class ToolEnvironment:
             text, _ = bounded_text(f"error: there is no tool {call.name!r}; there are {', '.join(self._tools)}", 1024)
             return ToolResult(text, {"malformed_calls": 1})
         turn = len(self.actions) - 1
-        context = ToolContext(self._episode_id, turn, index, stream_seed(self._seed, "tool", turn, index))
+        seed = stream_seed(self._seed, "tool", turn, index)
+        context = ToolContext(self._episode_id, turn, index, seed, self.payload)
         return await tool.run(call.arguments, context)
 
     async def close(self) -> None:
         """Nothing to give back."""
-
-
-_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
-
-
-def mismatch(value: Any, schema: Mapping[str, Any], where: str = "arguments") -> str:
-    """What is wrong with `value` under a JSON schema, "" if nothing. Knows type, enum, required, properties, items,
-    anyOf and additionalProperties (false unless it says otherwise); other keywords are for the policy to read."""
-    if options := schema.get("anyOf"):
-        problems = [mismatch(value, option, where) for option in options]
-        return "" if "" in problems else problems[0]
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{where} must be one of {', '.join(map(repr, schema['enum']))}"
-    kind = schema.get("type")
-    if kind in _JSON_TYPES:
-        number_like_bool = isinstance(value, bool) and kind in ("integer", "number")
-        if number_like_bool or not isinstance(value, _JSON_TYPES[kind]):
-            return f"{where} must be of type {kind}, found {type(value).__name__}"
-    if isinstance(value, Mapping):
-        properties = schema.get("properties", {})
-        if missing := [name for name in schema.get("required", ()) if name not in value]:
-            return f"{where} lacks {', '.join(missing)}"
-        unknown = [name for name in value if name not in properties]
-        if unknown and "properties" in schema and not schema.get("additionalProperties", False):
-            return f"{where} has unknown {', '.join(unknown)[:200]}; it may have {', '.join(properties) or 'nothing'}"
-        inner = ((f"{where}.{name}", value[name], rule) for name, rule in properties.items() if name in value)
-        return next((problem for at, part, rule in inner if (problem := mismatch(part, rule, at))), "")
-    if isinstance(value, list) and "items" in schema:
-        items = ((f"{where}[{i}]", part) for i, part in enumerate(value))
-        return next((problem for at, part in items if (problem := mismatch(part, schema["items"], at))), "")
-    return ""
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    target = function if inspect.isroutine(function) else type(function).__call__
-    hints = typing.get_type_hints(target)
-    hints.pop("return", None)
-    return hints
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    hints = _hints(function)
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if hints.get(name) is ToolContext:
-            continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(f"tool {function.__name__}: parameter {name} must be given by name")
-        properties[name] = _schema_of(hints.get(name), f"tool {function.__name__}: parameter {name}")
-        if parameter.default is parameter.empty:
-            required.append(name)
-    return {"type": "object", "properties": properties, "required": required}
-
-
-def _schema_of(kind: Any, where: str) -> dict[str, Any]:
-    simple = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind in simple:
-        return {"type": simple[kind]}
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_schema_of(arg, where) for arg in args]}
-    if kind is list or origin is list:
-        return {"type": "array", **({"items": _schema_of(args[0], where)} if args else {})}
-    if kind is dict or origin is dict:
-        return {"type": "object"}
-    raise TypeError(f"{where} must be annotated str, int, float, bool, list, dict, Literal or a union, found {kind}")

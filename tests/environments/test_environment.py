@@ -2,10 +2,11 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from environments.environment import EnvironmentSettings, load_environment
+from environments.environment import EnvironmentSettings, find_named, load_environment
 
 
 def load(name, **options):
@@ -62,8 +63,38 @@ def test_what_the_environments_own_code_raises_names_the_setting_and_the_line(tm
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("name", "calculator"), ("max_turns", 0), ("step_timeout_s", float("inf")), ("max_concurrency", 0)],
+    [("name", "calculator:"), ("name", ""), ("max_turns", 0), ("step_timeout_s", float("inf")), ("max_concurrency", 0)],
 )
 def test_impossible_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"environment\.{field} must .*found"):
         EnvironmentSettings(**{field: value})
+
+
+def install(folder, package, **points):
+    """A package's metadata, as an installer leaves it."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    (info / "entry_points.txt").write_text(f"[headrace.environments]\n{lines}")
+
+
+def test_an_installed_name_stands_for_a_module_and_a_name(tmp_path, monkeypatch):
+    install(tmp_path, "mine", headrace_sums="environments.calculator:Calculator")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load("headrace_sums", operations=1).operations == 1
+    with pytest.raises(ValueError, match=r"near it: headrace_sums; installed are .*headrace_sums"):
+        load("headrace_sum")
+    with pytest.raises(ValueError, match=r"'headrace_sums': Calculator\(operations=0.*at least 1"):
+        load("headrace_sums", operations=0)
+    install(tmp_path / "more", "theirs", headrace_sums="environments.calculator:WordCalculator")
+    monkeypatch.syspath_prepend(str(tmp_path / "more"))
+    with pytest.raises(ValueError, match=r"several packages have installed it: name one of environments\.calculator:C"):
+        load("headrace_sums")
+
+
+def test_the_built_in_names_stand_for_what_is_there():
+    setup = (Path(__file__).parents[2] / "setup.py").read_text()
+    names = dict(re.findall(r'"(\w+)=(environments\.\w+:\w+)"', setup))
+    assert set(names) >= {"calculator", "word_calculator", "verifiable"}
+    assert all(callable(find_named(value, name)) for name, value in names.items())

@@ -35,7 +35,7 @@ def test_a_typed_function_becomes_a_tool():
     tool = Tool.of(search)
     assert tool.schema["function"]["description"] == "Search the corpus."
     assert tool.parameters["required"] == ["query"]
-    assert tool.parameters["properties"]["order"] == {"enum": ["new", "old"]}
+    assert tool.parameters["properties"]["order"]["enum"] == ["new", "old"]
     assert run(tool, query="x", tags=["a"]).text == '{"query": "x", "limit": 3}'
     for wrong in ({}, {"query": 1}, {"query": "x", "limit": True}, {"query": "x", "tags": [1]}, {"query": "x", "z": 1}):
         result = run(tool, **wrong)
