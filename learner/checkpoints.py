@@ -189,7 +189,7 @@ def _digest(leaves: Mapping[str, Any]) -> str:
 def _checkpointer_save(url: str, leaves: Mapping[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as checkpointer:
         checkpointer.save(url, dict(leaves), force=True)
         checkpointer.wait_until_finished()
 
@@ -197,8 +197,20 @@ def _checkpointer_save(url: str, leaves: Mapping[str, Any]) -> None:
 def _checkpointer_restore(url: str) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as checkpointer:
         return dict(checkpointer.restore(url))
+
+
+def _alone() -> Any:
+    """Of several processes the caller alone saves and restores: Orbax must not wait for the others."""
+    import orbax.checkpoint as ocp
+
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    host = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=host, active_processes={host}, barrier_sync_key_prefix=f"host{host}"
+    )
 
 
 def _remove(url: str) -> None:

@@ -81,11 +81,17 @@ class ShardingSettings:
     """Devices over which rows and parameters are spread."""
     tensor: int = 1
     """Devices over which heads, MLP and vocabulary are spread."""
+    hosts: int = 1
+    """Learner processes that share the mesh, each with an equal part of its devices; see docs/hosts.md."""
 
     def __post_init__(self) -> None:
-        for name in MESH_AXES:
+        for name in (*MESH_AXES, "hosts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sharding.{name} must be at least 1, found {getattr(self, name)}; 1 is no sharding")
+        if self.devices % self.hosts:
+            raise ValueError(
+                f"sharding.hosts must divide data × fsdp × tensor = {self.devices} devices evenly, found {self.hosts}"
+            )
 
     @property
     def devices(self) -> int:
@@ -107,7 +113,8 @@ def _size(mesh_axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
 
 
 class Sharding:
-    """Places arrays on the mesh of `settings`, over the first of `devices`: by default, those of this process."""
+    """Places arrays on the mesh of `settings`, over the first of `devices`: by default those of all processes, which
+    then must all have a part in it."""
 
     def __init__(self, settings: ShardingSettings, devices: Sequence[Any] | None = None) -> None:
         devices = jax.devices() if devices is None else devices
@@ -115,6 +122,11 @@ class Sharding:
             raise ValueError(
                 f"sharding data × fsdp × tensor must be at most the {len(devices)} devices there are, found "
                 f"{settings.data} × {settings.fsdp} × {settings.tensor} = {settings.devices}; lower one of them"
+            )
+        if settings.hosts > 1 and settings.devices != len(devices):
+            raise ValueError(
+                f"sharding data × fsdp × tensor must be the {len(devices)} devices of all {settings.hosts} hosts, "
+                f"found {settings.devices}"
             )
         shape = (settings.data, settings.fsdp, settings.tensor)
         self.mesh = Mesh(
@@ -217,7 +229,7 @@ class Sharding:
 
     def put_batch(self, array: Any) -> Any:
         """Rows, and lists that hold a share for each share of the rows, are spread over the mesh."""
-        return jax.device_put(array, self._rows)
+        return place(array, self._rows)
 
     @property
     def _rows(self) -> NamedSharding:
@@ -254,14 +266,23 @@ class Sharding:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, self.spec(axes, shape)))
 
     def put_replicated(self, array: Any) -> Any:
-        return jax.device_put(array, self.replicated)
+        return place(array, self.replicated)
 
     @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def _put(self, array: Any, axes: tuple[str, ...]) -> Any:
-        return jax.device_put(array, NamedSharding(self.mesh, self.spec(axes, array.shape)))
+        return place(array, NamedSharding(self.mesh, self.spec(axes, array.shape)))
+
+
+def place(array: Any, sharding: Any) -> Any:
+    """The array, laid out by `sharding`. Where that is over several processes, each gives its devices their parts of an
+    array that is the same in all."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    array = np.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def adapter_axes(name: str) -> dict[str, tuple[str, ...]]:

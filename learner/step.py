@@ -30,7 +30,7 @@ from learner.attention import RowLayout
 from learner.critic import Critic, CriticSettings, Targets, ValueSums
 from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_loss
 from learner.parallel import MeshModel
-from learner.sharding import Sharding, ShardingSettings, abstract
+from learner.sharding import Sharding, ShardingSettings, abstract, place
 from policy.lora import Adapter, LoraSettings, adapter_shapes, init_adapter
 from policy.settings import Remat
 from policy.transformer import ModelConfig, Params, stack_layers
@@ -354,9 +354,7 @@ class Trainer:
                     f"{np.shape(new)}: it belongs to another model or to other [lora] settings"
                 )
         # Copies, so that nobody who still holds the arrays can change the state under us.
-        self._state = jax.tree.map(
-            lambda new, old: jax.device_put(np.array(new, old.dtype), old.sharding), state, self._state
-        )
+        self._state = jax.tree.map(lambda new, old: place(np.array(new, old.dtype), old.sharding), state, self._state)
 
     # Compilation
 

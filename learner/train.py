@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from learner.alarms import AlarmSettings
-from learner.background import AdapterPublisher, CheckpointWriter, Device
+from learner.background import AdapterPublisher, CheckpointWriter, Device, StepRunner
 from learner.checkpoints import Checkpoints
 from learner.clients import publisher_client
 from learner.critic import CriticSettings
 from learner.difficulty import DifficultySettings, Pool
 from learner.feeder import TaskSource
+from learner.hosts import Crew, HostedTrainer
 from learner.ledger import Ledger
 from learner.loop import Ending, Interrupt, Loop, Parts
 from learner.losses import LossSettings
@@ -128,18 +129,21 @@ def train(
     *,
     adapter: str | None = None,
     stop: threading.Event | None = None,
+    crew: Crew | None = None,
     say: Callable[[str], None] = say_aloud,
 ) -> int:
     """Train until a stop rule holds; returns the exit status (see `EXIT_STATUS`).
 
     `folder` gets summary.json, metrics.jsonl, samples.jsonl and dead_letters.jsonl. `adapter` (folder or gs://, PEFT
-    layout) replaces the fresh adapter of a run without checkpoints. The run ends early when `stop` is set, on SIGINT
-    and on SIGTERM. Raises what made it impossible to begin or to go on: ModelError, CheckpointError, ... (ValueError:
-    no restart would mend it).
+    layout) replaces the fresh adapter of a run without checkpoints. `crew` are the hosts that follow this one, if there
+    are several. The run ends early when `stop` is set, on SIGINT and on SIGTERM.
+
+    Raises what made it impossible to begin or to go on: ModelError, CheckpointError, ... (ValueError: no restart would
+    mend it).
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with _interrupts(inbox, stop):
-        return _train(spec, tasks, folder, adapter, inbox, say)
+        return _train(spec, tasks, folder, adapter, crew, inbox, say)
 
 
 def leave(status: int) -> NoReturn:
@@ -157,6 +161,7 @@ def _train(
     tasks: TaskSource,
     folder: Path,
     adapter: str | None,
+    crew: Crew | None,
     inbox: queue.SimpleQueue[Any],
     say: Callable[[str], None],
 ) -> int:
@@ -164,7 +169,8 @@ def _train(
     storage = open_storage(spec.storage_url)
     lease = Lease(storage, claim_incarnation(storage))
     model = load_model(spec.model)
-    trainer = make_trainer(spec, model)
+    own = make_trainer(spec, model)
+    trainer: StepRunner = own if crew is None else HostedTrainer(own, crew)
     checkpoints = Checkpoints(storage.join("checkpoints"), lease.incarnation, spec.checkpoints.keep)
     snapshot = checkpoints.newest(trainer.state())
     ledger, tally = Ledger(spec.learner.max_attempts), Tally()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import shlex
 import shutil
 import sys
@@ -130,6 +131,12 @@ def _add_learner(commands: Any) -> None:
         help="where summary.json and metrics.jsonl go (default: beside the file; here, if that is on gs://)",
     )
     parser.add_argument("--adapter", help="start from this adapter: a folder or gs:// prefix in PEFT layout")
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where host 0 of sharding.hosts listens (Cloud TPU, Slurm and Open MPI know it themselves)",
+    )
+    parser.add_argument("--host-id", type=int, metavar="N", help="which of sharding.hosts this is, from 0")
     parser.set_defaults(handler=_learner)
 
 
@@ -253,9 +260,14 @@ def _supervise(
     run = load_run(str(attempt.run_file))
     with attempt.locked():
         attempt.note_start()
-        print(f"{run.run_id}: three processes, logs in {attempt.logs}", flush=True)
+        print(f"{run.run_id}: {2 + run.sharding.hosts} processes, logs in {attempt.logs}", flush=True)
         try:
-            stack = LocalStack(attempt, run.topics, learner_arguments=["--adapter", adapter] if adapter else [])
+            stack = LocalStack(
+                attempt,
+                run.topics,
+                learner_arguments=["--adapter", adapter] if adapter else [],
+                hosts=run.sharding.hosts,
+            )
             ended = stack.run()
         except Exception as error:
             attempt.note_end(Ended(1, f"{type(error).__name__}: {error}"))
@@ -337,9 +349,20 @@ def _learner(args: argparse.Namespace) -> int:
     from learner.train import leave
     from pipelines.config import load_run
     from pipelines.learner import run_learner
+    from pipelines.settings import SettingsError
 
     folder = args.folder or (Path() if args.run.startswith("gs://") else Path(args.run).absolute().parent)
-    leave(run_learner(load_run(args.run), folder, adapter=args.adapter))
+    run = load_run(args.run)
+    try:
+        status = run_learner(run, folder, adapter=args.adapter, coordinator=args.coordinator, host=args.host_id)
+    except SettingsError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        status = 2
+    except Exception:
+        # With several hosts an orderly exit of the interpreter waits for those that are gone.
+        logging.exception("the learner failed")
+        status = 1
+    leave(status)
 
 
 if __name__ == "__main__":

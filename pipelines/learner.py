@@ -8,9 +8,11 @@ from pathlib import Path
 
 from environments.environment import load_environment
 from learner.checkpoints import CheckpointError
-from learner.train import LearnerSpec, train
+from learner.hosts import LOST, UNUSABLE, Crew, Seat, follow, join
+from learner.train import LearnerSpec, make_trainer, train
 from pipelines.config import Run
 from pipelines.settings import SettingsError
+from policy.weights import load_model
 
 
 def learner_spec(run: Run) -> LearnerSpec:
@@ -39,8 +41,13 @@ def learner_spec(run: Run) -> LearnerSpec:
     )
 
 
-def run_learner(run: Run, folder: Path, *, adapter: str | None = None) -> int:
+def run_learner(
+    run: Run, folder: Path, *, adapter: str | None = None, coordinator: str | None = None, host: int | None = None
+) -> int:
     """Train a resolved run; summary.json and metrics.jsonl go to `folder`. Returns the exit status.
+
+    Where several hosts train together (`sharding.hosts`), `coordinator` and `host` say which of them this is (see
+    `learner.hosts.join`); those that follow do not return.
 
     What no restart would mend (a model, an adapter, an environment, checkpoints that cannot be used) becomes a
     SettingsError.
@@ -50,8 +57,29 @@ def run_learner(run: Run, folder: Path, *, adapter: str | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.WARNING)
     try:
+        if run.sharding.hosts > 1:
+            return _run_host(run, folder, adapter, join(run.sharding.hosts, coordinator, host))
+        if coordinator is not None or host is not None:
+            raise ValueError("--coordinator and --host-id are for several hosts, and sharding.hosts is 1")
         tasks = load_environment(run.environment, run.seed).tasks
         return train(learner_spec(run), tasks, folder, adapter=adapter)
     except (ValueError, CheckpointError) as error:
         logging.exception("this run cannot be trained")
         raise SettingsError(str(error)) from error
+
+
+def _run_host(run: Run, folder: Path, adapter: str | None, seat: Seat) -> int:
+    spec = learner_spec(run)
+    if not seat.owns:
+        follow(seat, spec, lambda: make_trainer(spec, load_model(spec.model)))
+    crew = Crew(seat, spec)
+    status = LOST
+    try:
+        tasks = load_environment(run.environment, run.seed).tasks
+        status = train(spec, tasks, folder, adapter=adapter, crew=crew, stop=crew.interrupted)
+    except (ValueError, CheckpointError):
+        status = UNUSABLE
+        raise
+    finally:
+        crew.close(status)
+    return status

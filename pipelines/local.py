@@ -4,7 +4,9 @@
     rollout job       python -m pipelines.rollouts  in-flight episodes are issued again if it dies
     learner           headrace learner              goes on from its newest checkpoint
 
-Invariant: any of the three may be killed at any moment; it is started again and the run goes on. When this process
+With `sharding.hosts` above 1 there are as many learners, which live and die together.
+
+Invariant: any of them may be killed at any moment; it is started again and the run goes on. When this process
 ends, however it ends, so do they.
 """
 
@@ -32,6 +34,8 @@ RESTARTS_PER_MINUTE = 5
 """A process that dies more often than this is given up, and the run with it."""
 PATIENCE_S = {"learner": 20.0, "rollouts": 4.0, "pubsub": 4.0}
 """How long each process may take to end when it is asked to."""
+LONE_S = 10.0
+"""How long a learner may outlive one that shares its mesh: it notices by itself, unless it has not met it yet."""
 EXIT_CONFIGURATION = 2
 EXIT_NO_PROGRESS = 3
 EXIT_TAKEN_OVER = 4
@@ -116,7 +120,7 @@ class Process:
 
 
 class LocalStack:
-    """The three processes of one attempt."""
+    """The processes of one attempt."""
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class LocalStack:
         topics: Topics,
         *,
         learner_arguments: Sequence[str] = (),
+        hosts: int = 1,
         say: Callable[[str], None] = print,
     ) -> None:
         self._attempt, self._topics, self._say = attempt, topics, say
@@ -154,13 +159,16 @@ class LocalStack:
             [python, "-m", "pipelines.rollouts", "--run", run_file, "--runner", "DirectRunner"],
             {**client, "JAX_PLATFORMS": "cpu"},
         )
-        self.learner = process(
-            "learner",
-            [python, "-m", "pipelines.cli", "learner", run_file, *learner_arguments],
-            client,
-            True,
-        )
-        self.processes = (self.pubsub, self.rollouts, self.learner)
+        learner = [python, "-m", "pipelines.cli", "learner", run_file, *learner_arguments]
+        coordinator = ["--coordinator", f"127.0.0.1:{_free_port()}"]
+
+        def host(number: int) -> list[str]:
+            return [] if hosts == 1 else [*coordinator, "--host-id", str(number)]
+
+        self.learner = process("learner", [*learner, *host(0)], client, True)
+        self.followers = [process(f"learner-{n}", [*learner, *host(n)], client) for n in range(1, hosts)]
+        self._lone_since: float | None = None
+        self.processes = (self.pubsub, self.rollouts, self.learner, *self.followers)
 
     def run(self) -> Ended:
         """Run until the learner has ended; returns how, with the exit status for the shell."""
@@ -173,16 +181,33 @@ class LocalStack:
                 signal.signal(number, handler)
 
     def _start(self) -> bool:
-        """Start the three; False if that was not possible, or not wanted any more."""
+        """Start them; False if that was not possible, or not wanted any more."""
         self.pubsub.start()
         if not self._await_server():
             # There may be no server, and the client would look for it for a minute.
             return False
         create_topics(self._topics, f"127.0.0.1:{self._port}")
         self.rollouts.start()
-        self.learner.start()
+        self._start_learner()
         self._note_processes()
         return True
+
+    def _start_learner(self) -> None:
+        """All hosts of it, after the last of the earlier ones has ended."""
+        for follower in self.followers:
+            follower.stop(0)
+            follower.start()
+        self._lone_since = None
+        self.learner.start()
+
+    def _end_lone_learner(self) -> None:
+        """A learner whose follower died before they met would wait for it: end it, to start all again."""
+        if all(follower.status is None for follower in self.followers):
+            self._lone_since = None
+        elif self._lone_since is None:
+            self._lone_since = time.monotonic()
+        elif time.monotonic() - self._lone_since > LONE_S:
+            self.learner.signal(signal.SIGKILL)
 
     def _cut_short(self) -> Ended:
         if self._interrupted:
@@ -201,9 +226,10 @@ class LocalStack:
             if status in FINAL_EXITS:
                 log = str(self.learner.log) if status in WHY else ""
                 return Ended(int(status or 0), WHY.get(status or 0, ""), log)
-            for process in self.processes:
+            for process in (self.pubsub, self.rollouts, self.learner):
                 if (status := process.status) is not None and (ended := self._restart(process, status)):
                     return ended
+            self._end_lone_learner()
             time.sleep(0.1)
 
     def _restart(self, process: Process, status: int) -> Ended | None:
@@ -212,7 +238,10 @@ class LocalStack:
         if process.restarts_too_often:
             return self._failed(process, f"{how}, {RESTARTS_PER_MINUTE} times within a minute")
         self._say(f"{process.name} {how}: starting it again")
-        process.start()
+        if process is self.learner:
+            self._start_learner()
+        else:
+            process.start()
         self._note_processes()
         return None
 
@@ -245,8 +274,8 @@ class LocalStack:
                 process.signal(signal.SIGKILL)
 
     def _stop(self) -> None:
-        for process in (self.learner, self.rollouts, self.pubsub):
-            process.stop(PATIENCE_S[process.name])
+        for process in (self.learner, *self.followers, self.rollouts, self.pubsub):
+            process.stop(PATIENCE_S.get(process.name, LONE_S))
 
 
 def _free_port() -> int:
