@@ -26,6 +26,7 @@ __all__ = [
     "EnvironmentSettings",
     "EnvironmentSpec",
     "Message",
+    "Prepared",
     "Spec",
     "StepResult",
     "TaskSource",
@@ -96,6 +97,16 @@ class EnvironmentSpec(Protocol):
     def tasks(self) -> TaskSource: ...
 
     def make(self) -> Environment: ...
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """An EnvironmentSpec may be one."""
+
+    def prepare(self) -> None:
+        """Make what takes time, such as an index: called once in each worker process, beside the event loop, before the
+        first episode. What it raises ends the process with its reason."""
+        ...
 
 
 @dataclass(frozen=True)

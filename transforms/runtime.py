@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from environments.environment import load_environment
+from environments.environment import Prepared, load_environment
 from environments.orchestrator import RolloutOrchestrator
 from policy.adapters import AdapterStore, LatestAdapter, MissingAdapter
 from policy.chat import ChatFormat, load_chat
@@ -165,6 +165,8 @@ class RolloutRuntime:
             if spec.code_path and spec.code_path not in sys.path:
                 sys.path.insert(0, spec.code_path)
             environment = load_environment(spec.environment, spec.seed)
+            if isinstance(environment, Prepared):
+                environment.prepare()
             policy, follower, keep = open_policy(spec)
             sampling = spec.sampling
             # A job that starts anew beside a learner must not sample with the base first.
