@@ -79,9 +79,9 @@ class Toolset:
 class ToolQuestions:
     """Questions from a file, answered with built-in tools: `environments.builtin:ToolQuestions`.
 
-    `questions` is a JSON Lines file, by path or on gs://, of objects with `question` and `answer`; about a tenth is held
-    out (`environments.tasks.task_file`). An episode ends at the first turn without a call; its reward is 1 if the turn's
-    last <answer>…</answer> is the answer, apart from case and white space.
+    `questions` is a JSON Lines file of objects with `question` and `answer`, read and split by `task_file`. An episode
+    ends at the first turn without a call; its reward is 1 if the turn's last <answer>…</answer> is the answer, apart
+    from case and white space.
     """
 
     def __init__(
