@@ -1,16 +1,20 @@
 """The episodes of one worker process: an asyncio loop in its own thread, and a registry of what runs and what ended.
 
 Invariants: no call from outside blocks; a result stays until it is forgotten; an episode that nobody asks for while
-others are asked for (its key moved to another worker) is cancelled and counted as orphaned.
+others are asked for (its key moved to another worker) is cancelled and counted as orphaned; code that blocks the event
+loop, and with it every episode of the process, is named in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -24,6 +28,10 @@ AHEAD = 0.25
 once, and not when the job next looks."""
 LONGEST_STALL_S = 60.0
 """An episode is orphaned after this long even if the process was asked for nothing at all."""
+
+BLOCKED_S = 10.0
+"""Seconds without a turn after which the event loop counts as blocked."""
+log = logging.getLogger(__name__)
 
 RunEpisode = Callable[[Task, int], Awaitable[Episode]]
 
@@ -73,7 +81,9 @@ class EpisodeLoop:
         self._entries: dict[str, _Entry] = {}
         self._running = self._started = self._finished = self._orphaned = 0
         self._asked_clock = 0.0
-        self._last_asked = clock()
+        self._last_asked = self._turned_at = clock()
+        self._named = False
+        """Whether the log has said what blocks the event loop."""
         self._run: RunEpisode | None = None
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -107,6 +117,7 @@ class EpisodeLoop:
 
     def room(self) -> int:
         """Episodes that may be started now."""
+        self._name_what_blocks()
         with self._lock:
             most = self._max_concurrency + math.ceil(AHEAD * self._max_concurrency)
             return 0 if self._run is None or self._closed else max(0, most - self._running)
@@ -198,7 +209,23 @@ class EpisodeLoop:
         self._loop.run_forever()
         self._loop.close()
 
+    def _name_what_blocks(self) -> None:
+        """Say in the log, once each time, what holds the event loop up. Nothing can stop it."""
+        blocked_s = self._clock() - self._turned_at
+        if blocked_s <= BLOCKED_S or self._named or self._closed:
+            return
+        self._named = True
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "".join(traceback.format_stack(frame, limit=8)) if frame is not None else "its thread has ended"
+        log.error(
+            "the event loop has been blocked for %.0f s, and every episode of this process with it. An environment "
+            "must run what blocks in a thread (environments.tools.run_blocking). It is here:\n%s",
+            blocked_s,
+            where,
+        )
+
     def _sweep_on(self) -> None:
+        self._turned_at, self._named = self._clock(), False
         self._sweep()
         self._loop.call_later(self._poll_interval_s, self._sweep_on)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 from tests.transforms.conftest import MakeEpisode
 from trajectories.failures import RetryOnFailure
 from trajectories.schema import Episode, Status, Task
-from transforms.loop import LONGEST_STALL_S, EpisodeLoop, sound
+from transforms.loop import BLOCKED_S, LONGEST_STALL_S, EpisodeLoop, sound
 from transforms.pending import Absent, Claimed, Running, arrive, look_round
 
 TASK = Task("run-1", group_id=3, group_size=3)
@@ -208,3 +209,31 @@ def test_a_member_that_failed_is_run_again_in_its_process_and_its_second_end_cou
     assert runs == ["3.0/0", "3.0/0"]
     assert [episode.status for episode in failed] == [Status.TIMEOUT]
     assert [episode.status for episode in emitted] == [Status.COMPLETED]
+
+
+def test_code_that_blocks_the_event_loop_is_named_in_the_log_once(
+    make_episode: MakeEpisode, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, entered, release = Clock(), threading.Event(), threading.Event()
+
+    async def thoughtless(task: Task, sample: int) -> Episode:
+        entered.set()
+        release.wait(PATIENCE_S)
+        return make_episode(sample)
+
+    loop = EpisodeLoop(max_concurrency=2, poll_interval_s=0.01, orphan_intervals=10, clock=clock)
+    loop.attach(thoughtless)
+    try:
+        loop.submit(TASK, 0)
+        assert entered.wait(PATIENCE_S)
+        loop.room()
+        assert not caplog.records
+        clock.now += BLOCKED_S + 1
+        for _ in range(3):
+            loop.room()
+        (record,) = caplog.records
+        assert "release.wait(PATIENCE_S)" in record.getMessage()
+        release.set()
+        until(lambda: isinstance(loop.look(IDS[0]), Episode))
+    finally:
+        loop.close(PATIENCE_S)
