@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REFERENCE := .venv-reference
 TUNIX := .venv-tunix
+LIBRARIES := openenv reasoning-gym textarena tunix verifiers
 ARGS ?=
 
-.PHONY: help setup lock demo demo-tiny test lint soak bench bench-decode bench-setup bench-learner parity base-model clean
+.PHONY: help setup lock lock-libraries demo demo-tiny test test-libraries lint soak bench bench-decode bench-setup bench-learner parity base-model clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,7 +41,27 @@ lint: setup  ## Formatting, lint and types
 	$(BIN)/mypy
 
 test: lint  ## Lint, types and all tests that CI runs
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "not soak and not libraries" $(ARGS)
+
+test-libraries: $(LIBRARIES:%=test-%)  ## Adapters whose libraries contradict others or are heavy, each in an environment of its own
+
+test-%: .venv-library-%/.installed
+	.venv-library-$*/bin/python -m pytest tests/libraries/test_$(subst -,_,$*).py $(ARGS)
+
+.venv-library-%/.installed: tests/libraries/requirements-%.txt
+	$(PYTHON) -m venv .venv-library-$*
+	.venv-library-$*/bin/pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=.venv-library-$* .venv-library-$*/bin/uv pip install --quiet -r $<
+	touch $@
+.PRECIOUS: .venv-library-%/.installed
+
+lock-libraries: setup  ## Renew the requirements of `make test-libraries`
+	for name in $(LIBRARIES); do \
+		cp requirements.lock tests/libraries/requirements-$$name.txt && \
+		$(BIN)/uv pip compile setup.py --extra $$name --extra test-library --universal --python-version 3.11 \
+			--no-emit-index-url --no-annotate --custom-compile-command "make lock-libraries" --quiet \
+			--output-file tests/libraries/requirements-$$name.txt || exit 1; \
+	done
 
 soak: setup  ## Every seed and kill to success: hours
 	$(BIN)/python -m pytest -m soak -s $(ARGS)
@@ -76,4 +97,4 @@ base-model: setup  ## Make the tiny model's base from nothing
 	$(BIN)/python examples/make_calculator_base.py $(ARGS)
 
 clean:  ## Remove .venv and caches
-	rm -rf $(VENV) $(REFERENCE) $(TUNIX) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE) $(TUNIX) $(LIBRARIES:%=.venv-library-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis

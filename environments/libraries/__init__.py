@@ -1,0 +1,111 @@
+"""Environments of other libraries, each a module here that makes an EnvironmentSpec of them.
+
+Invariant: a library is imported when its spec is made and not before, so that a run pays for, and installs, only what
+it names. One that is not installed is an error that says which extra brings it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from environments.environment import find_named
+from environments.tools import run_blocking
+from trajectories.schema import stream_seed
+
+R = TypeVar("R")
+
+
+def require(module: str, extra: str) -> Any:
+    """The library's module. Raises ModuleNotFoundError with the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            raise
+        package = module.partition(".")[0]
+        raise ModuleNotFoundError(
+            f"the package {package} is not installed: pip install 'headrace[{extra}]'", name=error.name
+        ) from error
+
+
+def named(option: str, name: str) -> Callable[..., Any] | None:
+    """The function that the option names as `module:name`; None if it names none. Raises ValueError."""
+    return find_named(name, f"environment.options.{option} {name!r}") if name else None
+
+
+def held_out(question: str) -> bool:
+    """True for about a tenth of all questions."""
+    return hashlib.blake2b(question.encode(), digest_size=2).digest() < b"\x1a\x00"
+
+
+@dataclass(frozen=True)
+class SeededTasks:
+    """A TaskSource for environments whose episodes differ by a seed alone: even seeds train, odd ones are held out."""
+
+    seed: int
+    """Of the run."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What stands in every payload beside `seed`."""
+
+    def task(self, group_id: int) -> Mapping[str, Any]:
+        return {**self.more, "seed": 2 * (stream_seed(self.seed, "task", group_id) % _SEEDS)}
+
+    def eval_tasks(self, count: int) -> list[Mapping[str, Any]]:
+        """The same for every run's seed, so that runs can be compared."""
+        return [{**self.more, "seed": 2 * number + 1} for number in range(count)]
+
+
+_SEEDS = 2**30
+"""Libraries take seeds of 31 bits."""
+
+
+class Threaded:
+    """The calls of one object that is not ours, one after the other beside the event loop.
+
+    A call that was given up goes on in its thread; nothing else is called then, since no library says that its objects
+    may be used by two threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._hung = False
+
+    async def call(self, function: Callable[[], R]) -> R:
+        """Raises what it raises, and RuntimeError while an earlier call hangs."""
+        if self._hung:
+            raise RuntimeError("an earlier call hangs")
+        self._hung = True
+        result, error = await run_blocking(lambda: _outcome(function))
+        self._hung = False
+        if error is not None:
+            raise error
+        assert result is not None
+        return result[0]
+
+
+def _outcome(function: Callable[[], R]) -> tuple[tuple[R] | None, Exception | None]:
+    try:
+        return (function(),), None
+    except Exception as error:
+        return None, error
+
+
+def between_tags(text: str, tag: str) -> str | None:
+    """What stands in the last `<tag>` of a turn, without space around it; the whole turn with tag ""."""
+    if not tag:
+        return text.strip()
+    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return str(found[-1]).strip() if found else None
+
+
+async def call_either(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Awaits what is async; what is not runs beside the event loop."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await function(*arguments)
+    value = await run_blocking(lambda: function(*arguments))
+    return await value if inspect.isawaitable(value) else value
