@@ -21,26 +21,31 @@ from pipelines.cloud import LaunchError, google_errors
 from pipelines.config import Run
 from pipelines.settings import SettingsError
 from policy.chat import load_chat
+from policy.files import SMOLLM2, ModelError, find_model
+from policy.presets import PRESETS, published
 from policy.settings import Backend
 from policy.weights import load_model
 from trajectories.schema import Version
-from trajectories.storage import open_storage
+from trajectories.storage import NotFound, open_storage
 
 _CONFIG = "adapter_config.json"
 
 
 def check(run: Run) -> str:
-    """Build all of the run that starts no process; returns a line that says what was checked.
+    """Build all of the run that starts no process; returns lines that say what was checked, and what was not.
 
     Raises SettingsError with what cannot be used, where it stands and how to mend it. Paths are tried on this machine.
+    Where the model is not here, and is called after a published one, the run is meant for another machine: then its
+    shapes are checked, and files that the environment lacks here are no error either.
     """
+    model, elsewhere = _model(run)
+    where = f"environment.name {run.environment.name!r}"
     try:
-        model = load_model(run.model)
-        load_chat(run.model.path, variables=run.model.template_variables, tool_calls=run.model.tool_calls)
         tasks = load_environment(run.environment, run.seed).tasks
     except ValueError as error:
-        raise SettingsError(str(error)) from error
-    where = f"environment.name {run.environment.name!r}"
+        if not (elsewhere and _lacks_a_file(error)):
+            raise SettingsError(str(error)) from error
+        return f"checked: {model}\n{elsewhere}\nNOT CHECKED: environment and tasks: {error}"
     try:
         payload = tasks.task(0)
         json.dumps(payload)
@@ -59,10 +64,41 @@ def check(run: Run) -> str:
     key = run.sampling.api_key_env
     if run.sampling.backend is Backend.REMOTE and key and not os.environ.get(key):
         raise SettingsError(f"sampling.api_key_env names {key}, which is not set: set it to the servers' API key")
-    return (
-        f"checked: model {model.name} ({model.config.family}) and its chat format, environment {run.environment.name}, "
-        f"{questions} held-out questions"
-    )
+    checked = f"checked: {model}, environment {run.environment.name}, {questions} held-out questions"
+    return f"{checked}\n{elsewhere}" if elsewhere else checked
+
+
+def _model(run: Run) -> tuple[str, str]:
+    """What was checked of the model, and what was not; the second is empty where the model is here."""
+    path = run.model.path
+    name = published(path)
+    try:
+        find_model(path)
+    except ModelError as error:
+        if name is None or Path(path).expanduser().exists() or path == SMOLLM2:
+            raise SettingsError(str(error)) from error
+        config = PRESETS[name]
+        if run.sampling.max_context > config.max_context:
+            raise SettingsError(
+                f"sampling.max_context is {run.sampling.max_context}, and {name} is made for at most "
+                f"{config.max_context} tokens"
+            ) from error
+        return f"the shapes of {name} ({config.family})", (
+            f"NOT CHECKED: weights, tokenizer and chat format: model.path {path!r} is not on this machine"
+        )
+    try:
+        model = load_model(run.model)
+        load_chat(path, variables=run.model.template_variables, tool_calls=run.model.tool_calls)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    return f"model {model.name} ({model.config.family}) and its chat format", ""
+
+
+def _lacks_a_file(error: BaseException) -> bool:
+    """Whether a file or object that is not there is what an error began with."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, NotFound | FileNotFoundError)
 
 
 def check_adapter(run: Run, url: str) -> None:

@@ -13,26 +13,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from learner.planning import Figures, Plan
     from learner.sharding import ShardingSettings
+    from policy.lora import LoraSettings
     from policy.transformer import ModelConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument(
-        "--model", required=True, help="a published model's name (llama-3.1-70b), a folder with config.json, or a .gguf"
+        "file", nargs="?", help="a run file (TOML), whose model, adapter, mesh and rows are planned for"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting")
+    parser.add_argument(
+        "--model", help="a published model's name (llama-3.1-70b), a folder with config.json, or a .gguf"
     )
     parser.add_argument("--topology", required=True, help="the slice: v5e-64, v5p-64, v6e-8, or by shape v5p:4x4x4")
-    parser.add_argument("--bucket", type=int, default=4096, help="tokens of a row (default: 4096)")
-    parser.add_argument("--rows", type=int, default=8, help="rows of one call, over all devices (default: 8)")
-    parser.add_argument("--mesh", default="", help="data=D,fsdp=F,tensor=T (default: search, and recommend one)")
+    parser.add_argument("--bucket", type=int, help="tokens of a row (default: the run file's largest, else 4096)")
+    parser.add_argument("--rows", type=int, help="rows of one call, over all devices (default: the run file's, else 8)")
     parser.add_argument(
-        "--lora-rank", type=int, default=16, help="rank of the adapter, on all projections (default: 16)"
+        "--mesh", help="data=D,fsdp=F,tensor=T (default: the run file's; without one search, and recommend one)"
     )
+    parser.add_argument("--lora-rank", type=int, help="rank of the adapter (default: the run file's, else 16)")
     parser.add_argument(
         "--remat",
-        default="layer",
         choices=("layer", "attention", "none"),
-        help="what the backward pass computes again: as learner.remat (default: layer)",
+        help="what the backward pass computes again: as learner.remat (default: the run file's, else layer)",
     )
     parser.add_argument("--quantize", default="", metavar="FORMAT", help="the base's format, if not bfloat16")
     parser.add_argument(
@@ -58,16 +62,24 @@ def run(args: argparse.Namespace) -> int:
             f"--quantize {args.quantize}: the learner trains no quantised base, so there is no such step to compile; "
             "leave it out to plan for a bfloat16 base"
         )
+    lora = None
+    if args.file:
+        lora = _from_file(args)
+    elif args.set:
+        raise SettingsError("--set changes settings of a run file: name one")
+    elif args.model is None:
+        raise SettingsError("name a run file, or give --model")
+    rank = 16 if args.lora_rank is None else args.lora_rank
     try:
         plan = Plan(
             model_config(args.model),
             Topology.parse(args.topology),
-            args.bucket,
-            args.rows,
-            LoraSettings(rank=args.lora_rank, alpha=2.0 * args.lora_rank),
-            Remat(args.remat),
+            4096 if args.bucket is None else args.bucket,
+            8 if args.rows is None else args.rows,
+            lora or LoraSettings(rank=rank, alpha=2.0 * rank),
+            Remat(args.remat or "layer"),
         )
-        mesh = parse_mesh(args.mesh)
+        mesh = parse_mesh(args.mesh or "")
         if mesh is not None:
             plan.check(mesh)
     except ValueError as error:  # PlanError, or what the settings' own checks say
@@ -78,12 +90,31 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(str(error)) from error
 
 
+def _from_file(args: argparse.Namespace) -> LoraSettings | None:
+    """Fill in from the run file what the arguments leave out; the adapter's settings, unless `--lora-rank` is given.
+
+    A mesh of one device is none: `[sharding]` left out asks for a search.
+    """
+    import dataclasses
+
+    from pipelines.config import load_run
+
+    run = load_run(args.file, args.set)
+    args.model = args.model or run.model.path
+    args.bucket = run.packing.buckets[-1] if args.bucket is None else args.bucket
+    args.rows = run.learner.rows_per_call if args.rows is None else args.rows
+    args.remat = args.remat or run.learner.remat.value
+    if args.mesh is None and run.sharding.devices > 1:
+        args.mesh = ",".join(f"{name}={size}" for name, size in dataclasses.asdict(run.sharding).items())
+    return run.lora if args.lora_rank is None else None
+
+
 def model_config(name: str) -> ModelConfig:
     """The shapes of a published model, or of one on disk, whose weights need not be there. Raises SettingsError."""
     from pipelines.settings import SettingsError
     from policy.families import hf_config
     from policy.files import ModelError, find_model
-    from policy.presets import PRESETS
+    from policy.presets import PRESETS, published
     from policy.transformer import ModelConfig
     from policy.weights import ModelSettings, load_model
 
@@ -100,6 +131,8 @@ def model_config(name: str) -> ModelConfig:
     except ModelError as error:
         if Path(name).exists():
             raise SettingsError(f"--model {name}: {error}") from error
+        if (known := published(name)) is not None:
+            return PRESETS[known]
         raise SettingsError(f"--model {name!r} is no folder, no .gguf file and none of {', '.join(PRESETS)}") from error
     except (OSError, ValueError, TypeError) as error:
         raise SettingsError(f"--model {name}: {error}") from error

@@ -249,3 +249,12 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     }
 )
 """Model name, in lower case and without its publisher -> config."""
+
+
+def published(path: str) -> str | None:
+    """The name in `PRESETS` of the model that a path is called after, as its publisher calls it (google/gemma-2-2b-it
+    is a tuned gemma-2-2b, with the same shapes); None if there is none."""
+    name = path.rstrip("/").rpartition("/")[2].lower()
+    for tuned in ("-it", "-instruct", "-chat"):
+        name = name.removesuffix(tuned)
+    return name if name in PRESETS else None
