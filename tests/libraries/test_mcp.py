@@ -1,0 +1,203 @@
+"""Real MCP servers, each a process of its own: over stdio and over streamable HTTP."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+NAME = "mcp:MCP"
+SERVER = Path(__file__).parent / "mcp_server.py"
+
+
+def reward(payload, answer):
+    return {"sum": float(answer.strip() == str(payload["answer"]))}
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{n}+1", "answer": n + 1}) + "\n" for n in range(30)))
+    return {"tasks_file": str(file), "reward": f"{__name__}:reward"}
+
+
+def over_stdio(play, tasks, **more):
+    return play.spec(NAME, **tasks, command=[sys.executable, str(SERVER)], **more)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(port):
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended"
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                return process
+        time.sleep(0.1)
+    raise AssertionError("the server does not listen")
+
+
+@pytest.fixture(scope="module")
+def address():
+    port = free_port()
+    process = start(port)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+def call(name, **arguments):
+    return f"call {name} {json.dumps(arguments)}"
+
+
+def answers(play):
+    """What the policy was shown after its turns."""
+    return [[message.content for message in shown] for shown in play.chat.shown if isinstance(shown, list)]
+
+
+def pids(play):
+    return re.findall(r"(\d+): ", json.dumps(answers(play)))
+
+
+def is_alive(pid):
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_over_stdio_tools_are_listed_called_and_their_errors_told(play, tasks):
+    spec = over_stdio(play, tasks, prompt="What is {question}?", system="Use the tools.", calls_per_episode=2)
+    payload = spec.tasks.task(0)
+    number = payload["answer"] - 1
+    lines = [
+        call("add", a=number, b=1) + "\n" + call("note", text="x"),
+        call("divide", a=1, b=0),
+        call("add", a="many", b=1),
+        call("subtract", a=1),
+        str(payload["answer"]),
+    ]
+    episode = play(spec, lines, payload=payload)
+    assert (episode.reward, episode.success, episode.reward_parts) == (1.0, True, {"sum": 1.0}), episode.error
+    messages, schemas = play.chat.shown[0]
+    assert [message.content for message in messages] == ["Use the tools.", f"What is {payload['question']}?"]
+    shown = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    assert set(shown) == {"add", "note", "divide", "wait", "hang", "die"}
+    assert shown["add"]["description"] == "Adds two whole numbers."
+    assert shown["add"]["parameters"]["properties"]["a"]["type"] == "integer"
+    (added, noted), (divided,), (malformed,), (unknown,) = answers(play)
+    assert added == str(number + 1)
+    assert noted.endswith(": x")
+    assert divided == "error: Error executing tool divide"
+    assert "must be of type integer" in malformed
+    assert "no tool 'subtract'" in unknown
+    assert episode.metrics["tool_calls"] == 3
+    assert episode.metrics["refused_calls"] == 1
+    assert episode.metrics["malformed_calls"] == 2
+    assert not is_alive(*pids(play))
+
+
+def test_each_episode_has_a_server_of_its_own_or_all_share_one(play, tasks, address):
+    lines = [call("note", text="mine"), "2"]
+    play(over_stdio(play, tasks, allowed=["note"]), lines, members=3)
+    assert len(set(pids(play))) == 3
+    assert all(text.endswith(": mine") for texts in answers(play) for text in texts)
+    assert [schema["function"]["name"] for schema in play.chat.shown[0][1]] == ["note"]
+    play.chat.shown.clear()
+    play(over_stdio(play, tasks, shared=True), lines, members=3)
+    assert len(set(pids(play))) == 1
+    play.chat.shown.clear()
+    for shared in (False, True):
+        episodes = play(play.spec(NAME, **tasks, url=address, shared=shared), lines, members=3)
+        assert [episode.status for episode in episodes] == ["completed"] * 3, episodes[0].error
+    assert len(set(pids(play))) == 1
+    assert answers(play)[-1][0].count("mine") == 6
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_a_call_that_takes_too_long_is_told_and_stops(play, tasks, address, transport):
+    limits = {"call_timeout_s": 1.0}
+    spec = (
+        over_stdio(play, tasks, **limits) if transport == "stdio" else play.spec(NAME, **tasks, url=address, **limits)
+    )
+    began = time.monotonic()
+    lines = [call("wait", seconds=30), call("add", a=1, b=1), "2"]
+    episode = play(spec, lines)
+    assert time.monotonic() - began < 20
+    assert answers(play) == [["error: wait did not answer within 1 s"], ["2"]]
+    assert (episode.status, episode.metrics["tool_timeouts"]) == ("completed", 1)
+
+
+def test_a_server_that_hangs_ends_with_its_episode_and_the_sharing(play, tasks):
+    lines = [call("note", text="before"), call("hang"), "2"]
+    spec = over_stdio(play, tasks, call_timeout_s=1.0, shared=True)
+    one_after_the_other = play(spec, lines, members=2, max_concurrency=1)
+    assert [one.metrics["tool_timeouts"] for one in one_after_the_other] == [1, 1]
+    assert len(set(pids(play))) == 2
+    assert not any(is_alive(pid) for pid in pids(play))
+
+
+def test_a_server_that_dies_fails_its_episode_and_the_next_has_another(play, tasks):
+    spec = over_stdio(play, tasks, shared=True)
+    lines = {"0": [call("note", text="a"), call("die")], "1": [call("note", text="b"), "2"]}
+    first, second = play(spec, lambda session, turn, text: lines[session[-1]][turn], members=2, max_concurrency=1)
+    assert first.status == "environment_error"
+    assert "is gone" in first.error
+    assert second.status == "completed"
+    assert len(set(pids(play))) == 2
+
+
+def test_over_http_a_server_that_died_is_used_again_when_it_is_back(play, tasks):
+    port = free_port()
+    process = start(port)
+    spec = play.spec(NAME, **tasks, url=f"http://127.0.0.1:{port}/mcp", start_timeout_s=10.0)
+    dead = play(spec, [call("die")])
+    assert (dead.status, process.wait(timeout=20)) == ("environment_error", 3), dead.error
+    away = play(spec, [call("add", a=1, b=1)])
+    assert away.status == "environment_error"
+    assert "cannot be reached" in away.error
+    process = start(port)
+    try:
+        assert play(spec, [call("add", a=1, b=1), "2"]).status == "completed"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "one of command and url"),
+        ({"command": ["x"], "url": "http://127.0.0.1:1/mcp"}, "one of command and url"),
+        ({"url": "http://127.0.0.1:1/mcp", "bearer_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN, which is not set"),
+        ({"url": "http://127.0.0.1:1/mcp", "call_timeout_s": 0}, "call_timeout_s must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_said(play, tasks, options, says):
+    with pytest.raises(ValueError, match=says):
+        play.spec(NAME, **tasks, **options)
+
+
+def test_a_server_that_does_not_start_fails_the_episode(play, tasks):
+    spec = play.spec(NAME, **tasks, command=["no-such-command"])
+    episode = play(spec, ["2"])
+    assert episode.status == "environment_error"
+    assert "no-such-command" in episode.error
+    silent = play.spec(
+        NAME, **tasks, command=[sys.executable, "-c", "import time; time.sleep(60)"], start_timeout_s=1.0
+    )
+    assert "listed no tools within 1 s" in play(silent, ["2"]).error
+    lacking = over_stdio(play, tasks, allowed=["subtract"])
+    assert "has no tool subtract; it has add" in play(lacking, ["2"]).error
