@@ -1,0 +1,136 @@
+"""Environments on OpenEnv servers, over the library's WebSocket client.
+
+Invariant: each episode has a connection of its own, and with it a session of its own on the server; closing the
+episode closes it, a call that was given up included. A server that is gone fails the episode that notices; the next one
+connects anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from environments.environment import Action, Message, StepResult, TaskSource
+from environments.libraries import SeededTasks, between_tags, named, require
+from environments.tasks import task_file
+
+_EXTRA = "openenv"
+
+
+@dataclass(frozen=True)
+class OpenEnv:
+    """`environments.libraries.openenv:OpenEnv`; the payload is what `reset` is sent, apart from `episode_id`.
+
+    Without functions of your own: an observation is shown as its `observation_field`, or as JSON; the action is
+    `{action_field: text}`, where the text is the last <action> of the turn.
+    """
+
+    urls: str | Sequence[str]
+    """Address of a server, such as http://127.0.0.1:8000, or of several with the same environment: a task's seed
+    chooses one of them."""
+    tasks_file: str = ""
+    """JSON Lines of reset's parameters, one task a line; "" for tasks that differ by their `seed` alone."""
+    held_out_file: str = ""
+    """The same for evaluation; "" holds a tenth of the tasks out."""
+    system: str = ""
+    """The system message."""
+    action_field: str = "message"
+    """The action's field that carries the policy's text."""
+    action_tag: str = ""
+    """The tag around an action; "" takes the whole turn."""
+    observation_field: str = ""
+    """The observation's field that the policy is shown; "" for all of it, as JSON."""
+    observe: str = ""
+    """`module:function` of (observation) that returns the text to show."""
+    act: str = ""
+    """`module:function` of (text) that returns the action, a mapping; ValueError says that the text is none."""
+    success_at: float = 1.0
+    """Least sum of rewards that is a success."""
+    connect_s: float = 10.0
+    """Most seconds to connect; messages have `environment.step_timeout_s`."""
+    seed: int = 0
+    tasks: TaskSource = field(init=False, repr=False, compare=False)
+    addresses: Sequence[str] = field(init=False, repr=False, compare=False)
+    _client: Any = field(init=False, repr=False, compare=False)
+    _observe: Callable[..., Any] | None = field(init=False, repr=False, compare=False)
+    _act: Callable[..., Any] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        addresses = [self.urls] if isinstance(self.urls, str) else list(self.urls)
+        if not addresses or not all(url.startswith(("http://", "https://", "ws://", "wss://")) for url in addresses):
+            raise ValueError(f"environment.options.urls must be http, https, ws or wss addresses, found {self.urls!r}")
+        tasks = (
+            task_file(self.tasks_file, seed=self.seed, held_out_file=self.held_out_file)
+            if self.tasks_file
+            else SeededTasks(self.seed)
+        )
+        object.__setattr__(self, "tasks", tasks)
+        object.__setattr__(self, "addresses", addresses)
+        object.__setattr__(self, "_client", require("openenv.core", _EXTRA).GenericEnvClient)
+        object.__setattr__(self, "_observe", named("observe", self.observe))
+        object.__setattr__(self, "_act", named("act", self.act))
+
+    def make(self) -> OpenEnvEnvironment:
+        return OpenEnvEnvironment(self)
+
+    def connect(self, seed: int) -> Any:
+        """A client of one of the servers; it connects at its first call."""
+        url = self.addresses[seed % len(self.addresses)]
+        return self._client(base_url=url, connect_timeout_s=self.connect_s, message_timeout_s=_PATIENCE_S)
+
+    def shown(self, observation: Any) -> str:
+        if self._observe is not None:
+            return str(self._observe(observation))
+        found = observation.get(self.observation_field, observation) if self.observation_field else observation
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+    def action(self, text: str) -> Mapping[str, Any]:
+        """Raises ValueError if the text says no action."""
+        if self._act is not None:
+            found: Mapping[str, Any] = self._act(text)
+            return found
+        said = between_tags(text, self.action_tag)
+        if said is None:
+            raise ValueError(f"say what you do as <{self.action_tag}>…</{self.action_tag}>")
+        return {self.action_field: said}
+
+
+_PATIENCE_S = 3600.0
+"""The step's limit is the one that counts."""
+
+
+class OpenEnvEnvironment:
+    """One episode."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, spec: OpenEnv) -> None:
+        self._spec = spec
+        self._client: Any = None
+        self._total = 0.0
+
+    async def reset(self, payload: Mapping[str, Any], *, episode_id: str, seed: int) -> Sequence[Message]:
+        self._client = self._spec.connect(payload.get("seed", seed))
+        await self._client.connect()
+        result = await self._client.reset(**{**payload, "episode_id": episode_id})
+        first = Message("user", self._spec.shown(result.observation))
+        return [Message("system", self._spec.system), first] if self._spec.system else [first]
+
+    async def step(self, action: Action) -> StepResult:
+        if not action.finished:
+            return StepResult(done=True)
+        try:
+            chosen = self._spec.action(action.text)
+        except ValueError as error:
+            return StepResult((Message("user", f"error: {error}"),), metrics={"invalid_actions": 1})
+        result = await self._client.step(dict(chosen))
+        reward, done = float(result.reward or 0.0), bool(result.done)
+        self._total += reward
+        text = self._spec.shown(result.observation)
+        return StepResult((Message("user", text),), reward, done, success=done and self._total >= self._spec.success_at)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
