@@ -1,0 +1,35 @@
+"""An environment in Tunix's shape that imports nothing of Tunix, and one of Tunix's own."""
+
+
+class Guess:
+    """Say the word; two tries."""
+
+    tool_schemas = ()
+
+    def __init__(self, task):
+        self.task, self.tries, self.closed = task, 0, False
+
+    def reset(self):
+        self.task["touched"] = True  # of its own copy
+        return {"question": f"Guess: {self.task['hint']}"}, {}
+
+    def step(self, action):
+        self.tries += 1
+        right = action == self.task["word"]
+        observation = {} if right else {"told": "no"}
+        return observation, float(right), right or self.tries == 2, {"metadata": {"tries": self.tries, "note": "text"}}
+
+    def close(self):
+        self.closed = True
+
+
+def tool_environment(task):
+    """google-tunix's ToolEnvironment with its calculator."""
+    from tunix.rl.agentic.environments.tool_environment import ToolEnvironment
+    from tunix.rl.agentic.rewards.reward_types import RewardOutput
+    from tunix.rl.agentic.tools.calculator_tool import CalculatorTool
+
+    def reward(task, action):
+        return RewardOutput(reward=float(action.strip() == task["answer"]), metadata={"length": len(action)})
+
+    return ToolEnvironment(task, tool_map={"calculator": CalculatorTool}, reward_fn=reward, max_steps=4)
