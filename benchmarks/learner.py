@@ -85,7 +85,7 @@ class Workload:
     members: int = 16
     completion: int = 128
     """Of the shared prompt: its tokens, the members that share it, the tokens of each."""
-    groups: int = 8
+    groups: int = 6
     group_size: int = 8
     """Of the comparison with Tunix."""
     group_prompt: float = 120.0
@@ -93,7 +93,7 @@ class Workload:
     """Medians of tokens; sigma is 0.5 and that of above."""
     group_longest: tuple[int, int] = (400, 600)
     group_buckets: tuple[int, ...] = (1024, 2048)
-    tunix: tuple[tuple[str, int], ...] = (("padded", 4), ("padded", 16), ("packed", 1024), ("packed", 2048))
+    tunix: tuple[tuple[str, int], ...] = (("padded", 8), ("packed", 1024), ("packed", 2048))
     """Layouts and sizes that Tunix tries; the fastest one counts."""
     steps: int = 100
     """Of the trace."""
@@ -244,8 +244,8 @@ def measure_tunix(workload: Workload, pairs: int, tunix: Path) -> dict[str, Any]
 def measure_step_gap(workload: Workload, pairs: int, tunix: Path) -> dict[str, Any]:
     """Steps of the device thread, with the next one prepared while one runs, under the profiler."""
     random = np.random.default_rng(3)
-    per_step = 8
-    lengths = log_normal(random, workload.median, workload.sigma, 4 * per_step, 16, workload.longest)
+    per_step = 4
+    lengths = log_normal(random, workload.median, workload.sigma, 8 * per_step, 16, workload.longest)
     closings = [one_group(workload, random, n, [(8, length - 8)]) for n, length in enumerate(lengths)]
     packs = [held.source for held in hold(closings, workload.buckets, closings_per_pack=1)]
     trainer = AlreadyCompiled(make_trainer(workload, workload.buckets, rows_per_call=1))
@@ -326,17 +326,16 @@ def compare(a: Trainer, in_a: PreparedStep, b: Trainer, in_b: PreparedStep) -> d
 
 
 def executions(trace: ProfileData) -> list[tuple[float, float]]:
-    """(begin, end) in nanoseconds of each run of an XLA executable: from its first operation to its last."""
-    runs: dict[tuple[str, int], tuple[float, float]] = {}
+    """(begin, end) in nanoseconds of each run of an XLA executable: of all events that name the run, those of its
+    operations and the one that lasts until they are all done."""
+    runs: dict[int, tuple[float, float]] = {}
     for plane in trace.planes:
         for line in plane.lines:
             for event in line.events:
-                stats = dict(event.stats)
-                if "hlo_module" not in stats or "run_id" not in stats:
-                    continue
-                key = str(stats["hlo_module"]), int(stats["run_id"])
-                start, end = runs.get(key, (event.start_ns, event.end_ns))
-                runs[key] = min(start, event.start_ns), max(end, event.end_ns)
+                run = next((int(value) for name, value in event.stats if name == "run_id"), None)
+                if run is not None:
+                    start, end = runs.get(run, (event.start_ns, event.end_ns))
+                    runs[run] = min(start, event.start_ns), max(end, event.end_ns)
     if not runs:
         raise RuntimeError("the trace holds no run of an XLA executable")
     return list(runs.values())

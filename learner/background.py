@@ -127,6 +127,8 @@ class Device:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._interrupted = threading.Event()
         self._drained = threading.Event()
+        self._done: StepDone | None = None
+        """Of the step before, not told yet."""
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
 
     def start(self) -> None:
@@ -154,23 +156,50 @@ class Device:
         try:
             seconds = self._trainer.compile()
             self._inbox(Compiled(seconds, self._trainer.compiles))
-            while (work := self._works.get()) is not None:
+            while (work := self._next()) is not None:
                 self._step(work)
+            self._tell()
         except Exception as error:
             logger.exception("the device thread failed")
+            self._tell()
             self._inbox(Crashed(error))
+
+    def _next(self) -> Work | None:
+        try:
+            return self._works.get_nowait()
+        except queue.Empty:
+            self._tell()
+            return self._works.get()
+
+    def _tell(self) -> None:
+        if self._done is not None:
+            done, self._done = self._done, None
+            self._inbox(done)
 
     def _step(self, work: Work) -> None:
         if self._drained.is_set():
+            self._tell()
             self._inbox(StepGivenUp(work))
             return
+        started = False
+
+        def interrupted() -> bool:
+            """What follows the step before is the loop's work, and needs the interpreter: it waits until this step's
+            first call, before which the trainer asks for the first time, is on the device."""
+            nonlocal started
+            if started:
+                self._tell()
+            started = True
+            return self._interrupted.is_set()
+
         began = self._clock()
-        metrics = self._trainer.run(work.prepared, interrupted=self._interrupted.is_set)
+        metrics = self._trainer.run(work.prepared, interrupted=interrupted)
+        self._tell()
         if metrics is None:
             self._inbox(StepGivenUp(work))
             return
         ended, ended_at = self._clock(), time.time()
-        self._inbox(StepDone(work, metrics, self._trainer.adapter, self._trainer.state(), began, ended, ended_at))
+        self._done = StepDone(work, metrics, self._trainer.adapter, self._trainer.state(), began, ended, ended_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,26 +26,23 @@ SMALL = Workload(
 TRACE = """
 planes {
   name: "/host:CPU"
-  event_metadata { key: 1 value { id: 1 name: "dot" } }
-  event_metadata { key: 2 value { id: 2 name: "prepare" } }
-  stat_metadata { key: 1 value { id: 1 name: "hlo_module" } }
-  stat_metadata { key: 2 value { id: 2 name: "run_id" } }
+  event_metadata { key: 1 value { id: 1 name: "something" } }
+  stat_metadata { key: 1 value { id: 1 name: "run_id" } }
   lines { id: 1 timestamp_ns: 1000 %s }
   lines { id: 2 timestamp_ns: 1000 %s }
 }
 """
 
 
-def event(start: int, end: int, module: str | None = None, run: int = 0) -> str:
-    """An event in nanoseconds; an operation of an executable if it has a module."""
-    stats = f'stats {{ metadata_id: 1 str_value: "{module}" }} stats {{ metadata_id: 2 int64_value: {run} }}'
-    times = f"offset_ps: {1000 * start} duration_ps: {1000 * (end - start)}"
-    return f"events {{ metadata_id: {1 if module else 2} {times} {stats if module else ''} }}"
+def event(start: int, end: int, run: int | None = None) -> str:
+    """An event in nanoseconds; of a run of an executable if it names one."""
+    stats = "" if run is None else f"stats {{ metadata_id: 1 int64_value: {run} }}"
+    return f"events {{ metadata_id: 1 offset_ps: {1000 * start} duration_ps: {1000 * (end - start)} {stats} }}"
 
 
 def test_the_gap_is_the_time_in_which_no_executable_runs() -> None:
-    first = [event(0, 10, "jit_accumulate", 1), event(30, 40, "jit_accumulate", 1), event(60, 100, "jit_update", 1)]
-    other = [event(5, 95), event(35, 50, "jit_accumulate", 2), event(110, 130, "jit_accumulate", 3)]
+    first = [event(0, 10, run=1), event(30, 40, run=1), event(60, 100, run=4)]
+    other = [event(5, 95), event(35, 50, run=2), event(110, 130, run=3)]
     runs = executions(ProfileData.from_text_proto(TRACE % (" ".join(first), " ".join(other))))
     # Between the operations of one run the executable runs all the same; what the host does does not count.
     assert sorted(runs) == [(1000, 1040), (1035, 1050), (1060, 1100), (1110, 1130)]
