@@ -32,8 +32,10 @@ from learner import hlo
 from learner.losses import LossSettings
 from learner.parallel import CHUNK
 from learner.sharding import MESH_AXES, PARAMETER_AXES, ShardingSettings, adapter_axes, partition
+from policy.families import PROJECTIONS
 from policy.lora import LoraSettings, adapter_shapes
-from policy.settings import Remat
+from policy.quantization import parts_of
+from policy.settings import Quantization, Remat
 from policy.transformer import ModelConfig
 
 GIB = 2**30
@@ -171,6 +173,8 @@ class Plan:
     rows: int
     lora: LoraSettings = field(default_factory=LoraSettings)
     remat: Remat = Remat.LAYER
+    quantize: Quantization = Quantization.NONE
+    """Of the base's projections; the rest is bfloat16."""
 
     def __post_init__(self) -> None:
         if self.bucket < 1 or self.rows < 1:
@@ -288,9 +292,11 @@ def estimate(plan: Plan, mesh: ShardingSettings) -> Figures:
         return share(shape, tuple("norm" if axis == "embed" else axis for axis in axes))
 
     layer = config.layer_shapes()
+    stored = [(name, *part) for name, shape in layer.items() for part in _stored(name, shape, plan.quantize)]
+    """(parameter, shape, bytes of an element) of what holds one layer."""
     table = (config.vocab_size, config.embed_dim)
     tables = 2 * share((-(-table[0] // tensor) * tensor, table[1]), ("vocab", "embed")) * (2 - config.tie_embeddings)
-    base = tables + 2 * config.num_layers * sum(share(shape, PARAMETER_AXES[name]) for name, shape in layer.items())
+    base = tables + config.num_layers * sum(size * share(shape, PARAMETER_AXES[name]) for name, shape, size in stored)
     adapter = 4 * sum(
         share(shape, adapter_axes(name)[part])
         for name, parts in adapter_shapes(config, plan.lora).items()
@@ -298,7 +304,7 @@ def estimate(plan: Plan, mesh: ShardingSettings) -> Figures:
     )
     # Adapter, gradient and two moments; the update makes a new adapter and new moments beside the old ones.
     arguments = base + 4 * adapter + 10 * 4 * tokens
-    one_layer = 2 * sum(gathered(shape, PARAMETER_AXES[name]) for name, shape in layer.items())
+    one_layer = sum(size * gathered(shape, PARAMETER_AXES[name]) for name, shape, size in stored)
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     projections = 2 * (tokens * (width + 2 * config.mlp_dim) / tensor + 2 * kept_tokens * config.embed_dim)
     residual = 2 * kept_tokens * config.embed_dim
@@ -309,6 +315,7 @@ def estimate(plan: Plan, mesh: ShardingSettings) -> Figures:
     temporaries = config.num_layers * kept[plan.remat] + max(working, head + logits, 3 * adapter)
 
     matrices = config.num_layers * sum(math.prod(shape) for shape in layer.values() if len(shape) == 2)
+    matrix_bytes = config.num_layers * sum(size * math.prod(shape) for _, shape, size in stored if len(shape) == 2)
     passes = {Remat.LAYER: 3, Remat.ATTENTION: 2, Remat.NONE: 2}[plan.remat]
     attention = 0.5 * plan.bucket * config.num_heads * config.head_dim * config.num_layers
     # Forward 2 products, backward 7, and 2 more where attention is computed again.
@@ -316,14 +323,21 @@ def estimate(plan: Plan, mesh: ShardingSettings) -> Figures:
     flops = (2 * passes * matrices + 4 * math.prod(table)) * tokens / tensor + attended
 
     reads = 3 if plan.remat is Remat.LAYER else 2
-    memory = reads * 2 * matrices / tensor + config.num_layers * 12 * (projections + residual)
+    memory = reads * matrix_bytes / tensor + config.num_layers * 12 * (projections + residual)
     fsdp, along = (mesh.fsdp - 1) / mesh.fsdp, (tensor - 1) / tensor
-    gathers = 2 * (2 * matrices / tensor + head) * fsdp
+    gathers = 2 * (matrix_bytes / tensor + head) * fsdp
     exchanges = config.num_layers * (11 if plan.remat is Remat.LAYER else 8)
     collectives = {
         "all-gather and reduce-scatter": (0.0, gathers + exchanges * 2 * tokens * config.embed_dim * along),
     }
     return Figures(mesh, Source.ESTIMATED, arguments, temporaries, flops, memory, collectives)
+
+
+def _stored(name: str, shape: tuple[int, ...], quantize: Quantization) -> list[tuple[tuple[int, ...], int]]:
+    """(shape, bytes of an element) of the arrays that hold one layer's parameter."""
+    if quantize is Quantization.NONE or name not in PROJECTIONS:
+        return [(shape, 2)]
+    return [(size, dtype.itemsize) for size, dtype in parts_of((shape[0], shape[1]), quantize)]
 
 
 def ranked(plan: Plan) -> list[Figures]:
@@ -365,6 +379,10 @@ def mends(plan: Plan, mesh: ShardingSettings | None) -> list[str]:
         lighter = dataclasses.replace(plan, remat=Remat.LAYER)
         if fits := best(lighter):
             say(f"--remat layer --mesh {describe(fits.mesh)}", fits)
+    if plan.quantize is Quantization.NONE:
+        smaller = dataclasses.replace(plan, quantize=Quantization.NF4)
+        if fits := best(smaller):
+            say(f"--quantize nf4 --mesh {describe(fits.mesh)}", fits)
     for rows in (n for n in reversed(_divisors(plan.rows)) if n < plan.rows):
         if fits := best(dataclasses.replace(plan, rows=rows)):
             say(f"--rows {rows} --mesh {describe(fits.mesh)}", fits)
@@ -443,7 +461,7 @@ def _compile(plan: Plan, mesh: ShardingSettings) -> Figures:
         rows_per_call=plan.rows,
         remat=plan.remat,
     )
-    params, batch = program.abstract_params(jnp.bfloat16), program.abstract_batch(plan.bucket)
+    params, batch = program.abstract_params(jnp.bfloat16, plan.quantize), program.abstract_batch(plan.bucket)
     state = program.abstract_state()
     began = time.perf_counter()
     try:
@@ -504,7 +522,8 @@ def _plan_from_json(found: Mapping[str, Any]) -> Plan:
     config = ModelConfig.from_json(json.dumps(found["config"]))
     lora = LoraSettings(**{**found["lora"], "targets": tuple(found["lora"]["targets"])})
     topology = Topology.parse(found["topology"])
-    return Plan(config, topology, found["bucket"], found["rows"], lora, Remat(found["remat"]))
+    remat, quantize = Remat(found["remat"]), Quantization(found["quantize"])
+    return Plan(config, topology, found["bucket"], found["rows"], lora, remat, quantize)
 
 
 def main() -> None:

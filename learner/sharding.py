@@ -6,6 +6,7 @@ mesh axes do not divide is replicated, but the vocabulary, which is filled up wi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from policy.families import PROJECTIONS
+from policy.quantization import Quantized, parts_of, quantize
+from policy.settings import Quantization
 from policy.transformer import ModelConfig
 from policy.weights import Weights
 
@@ -183,7 +187,11 @@ class Sharding:
         def gathered(array: Any, axes: tuple[str, ...]) -> Any:
             return self.constrain(array, tuple(None if axis == "embed" else axis for axis in axes))
 
-        layer = {name: gathered(array, PARAMETER_AXES[name]) for name, array in layer.items()}
+        def parts(parameter: Any, axes: tuple[str, ...]) -> Any:
+            """Of a quantised matrix, codes and scales travel, not what they stand for."""
+            return jax.tree.map(lambda array: gathered(array, axes), parameter)
+
+        layer = {name: parts(parameter, PARAMETER_AXES[name]) for name, parameter in layer.items()}
         if share is not None:
             share = {
                 name: {part: gathered(array, adapter_axes(name)[part][1:]) for part, array in parts.items()}
@@ -193,11 +201,21 @@ class Sharding:
 
     # What is placed
 
-    def load_params(self, weights: Weights) -> dict[str, Any]:
-        """The base, with stacked layers, read from disk straight into the slices that each device holds."""
+    def load_params(self, weights: Weights, format: Quantization = Quantization.NONE) -> dict[str, Any]:
+        """The base, with stacked layers, read from disk straight into the slices that each device holds.
+
+        Projections are quantised to `format`, one matrix at a time.
+        """
 
         def place(name: str, shape: tuple[int, ...], read: Callable[[Any], Any]) -> Any:
             axes = PARAMETER_AXES[name]
+            if format is not Quantization.NONE and name in PROJECTIONS:
+                at = NamedSharding(self.mesh, self.spec(axes, shape[1:]))
+
+                def layer(i: int) -> Any:
+                    return jax.make_array_from_callback(shape[1:], at, lambda index: read((slice(i, i + 1), *index))[0])
+
+                return self._quantized(name, shape[0], layer, format)
             axes = axes if len(shape) == len(axes) else ("layers", *axes)
             if name in _FILLED:
                 tokens, shape = shape[0], (self.vocabulary(shape[0]), *shape[1:])
@@ -206,15 +224,38 @@ class Sharding:
 
         return weights.stacked(place)
 
-    def put_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The base, with stacked layers, on the mesh."""
-        layers = {name: self._put(array, ("layers", *PARAMETER_AXES[name])) for name, array in params["layers"].items()}
+    def put_params(self, params: Mapping[str, Any], format: Quantization = Quantization.NONE) -> dict[str, Any]:
+        """The base, with stacked layers, on the mesh; projections quantised to `format`."""
+
+        def put(name: str, stack: Any) -> Any:
+            axes = PARAMETER_AXES[name]
+            if format is not Quantization.NONE and name in PROJECTIONS:
+                return self._quantized(name, len(stack), lambda i: self._put(stack[i], axes), format)
+            return self._put(stack, ("layers", *axes))
+
+        layers = {name: put(name, stack) for name, stack in params["layers"].items()}
         outside = {
             name: self._put(self._fill(array) if name in _FILLED else array, PARAMETER_AXES[name])
             for name, array in params.items()
             if name != "layers"
         }
         return {**outside, "layers": layers}
+
+    def _quantized(self, name: str, layers: int, layer: Callable[[int], Any], format: Quantization) -> Quantized:
+        """The stack of a projection's matrices, of which `layer` places one at a time, dense."""
+        dense = layer(0)
+        abstract_stack = self._describe_quantized(name, dense.shape, format, layers)
+        at = jax.tree.map(lambda part: part.sharding, abstract_stack)
+        stack: Quantized = _empty_stack(abstract_stack, at)
+        for i in range(layers):
+            # Waiting keeps one dense matrix in memory, not those that the host can read in the meantime.
+            stack = jax.block_until_ready(_layer_setter(at)(stack, layer(i) if i else dense, np.int32(i)))
+        return stack
+
+    def _describe_quantized(self, name: str, shape: tuple[int, int], format: Quantization, *stack: int) -> Quantized:
+        axes = ("layers", *PARAMETER_AXES[name]) if stack else PARAMETER_AXES[name]
+        parts = (self._describe((*stack, *size), dtype, axes) for size, dtype in parts_of(shape, format))
+        return Quantized(*parts, format)
 
     def _fill(self, table_VD: Any) -> Any:
         more = self.vocabulary(len(table_VD)) - len(table_VD)
@@ -237,10 +278,14 @@ class Sharding:
 
     # The same places for arrays that are not there.
 
-    def abstract_params(self, config: ModelConfig, dtype: Any) -> dict[str, Any]:
-        """The base, with stacked layers; matrices of `dtype`, norms and biases float32."""
+    def abstract_params(
+        self, config: ModelConfig, dtype: Any, format: Quantization = Quantization.NONE
+    ) -> dict[str, Any]:
+        """The base, with stacked layers; matrices of `dtype`, norms and biases float32, projections of `format`."""
 
-        def describe(name: str, shape: tuple[int, ...], *stack: int) -> jax.ShapeDtypeStruct:
+        def describe(name: str, shape: tuple[int, ...], *stack: int) -> Any:
+            if format is not Quantization.NONE and name in PROJECTIONS:
+                return self._describe_quantized(name, (shape[0], shape[1]), format, *stack)
             kind = dtype if len(shape) > 1 else jnp.float32
             axes = PARAMETER_AXES[name]
             return self._describe((*stack, *shape), kind, ("layers", *axes) if stack else axes)
@@ -289,6 +334,22 @@ def adapter_axes(name: str) -> dict[str, tuple[str, ...]]:
     """Logical axes of the two parts of a projection's adapter."""
     inputs, outputs = PARAMETER_AXES[name]
     return {"a": ("layers", inputs, "rank"), "b": ("layers", "rank", outputs)}
+
+
+def _empty_stack(stack: Quantized, at: Quantized) -> Quantized:
+    zeros = jax.jit(lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), stack), out_shardings=at)
+    return zeros()  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=16)
+def _layer_setter(at: Quantized) -> Callable[..., Quantized]:
+    """(stack, matrix, i) -> the stack, whose buffers are used again, with the matrix quantised at place i."""
+
+    def put(stack: Quantized, matrix: Any, i: Any) -> Quantized:
+        parts = quantize(matrix, stack.format)
+        return jax.tree.map(lambda x, part: jax.lax.dynamic_update_index_in_dim(x, part, i, 0), stack, parts)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=at)  # type: ignore[no-any-return]
 
 
 def _filled(read: Callable[[Any], Any], tokens: int, rows: int) -> Callable[[Any], Any]:

@@ -32,7 +32,7 @@ from learner.losses import LossSettings, LossSums, add_sums, no_sums, policy_los
 from learner.parallel import MeshModel
 from learner.sharding import Sharding, ShardingSettings, abstract, place
 from policy.lora import Adapter, LoraSettings, adapter_shapes, init_adapter
-from policy.settings import Remat
+from policy.settings import Quantization, Remat
 from policy.transformer import ModelConfig, Params, stack_layers
 from policy.weights import Weights
 from trajectories.advantages import AdvantageSettings, whitened
@@ -258,6 +258,7 @@ class Trainer:
         max_kept: int = 0,
         seed: int,
         remat: bool | Remat = False,
+        quantize: Quantization = Quantization.NONE,
         sharding: ShardingSettings | None = None,
         advantages: AdvantageSettings | None = None,
         epochs: int = 1,
@@ -267,9 +268,10 @@ class Trainer:
         """`params` of either layout, or still on disk; training scans over stacked layers.
 
         `temperature` is the behaviour policy's, and `max_kept` the most ids that its truncated draws keep; 0 if it
-        truncates none. `seed` makes the first adapter. `remat` True is `Remat.ATTENTION`. `sharding` None is one
-        device. `advantages` say whether a step whitens them, or has a critic estimate them, with the settings `critic`.
-        A step makes `epochs` passes over its rows, with an update for each of `minibatches` parts of them.
+        truncates none. `seed` makes the first adapter. `remat` True is `Remat.ATTENTION`. `quantize` is how the base's
+        projections are held. `sharding` None is one device. `advantages` say whether a step whitens them, or has a
+        critic estimate them, with the settings `critic`. A step makes `epochs` passes over its rows, with an update for
+        each of `minibatches` parts of them.
         """
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
             raise ValueError(f"buckets must be ascending row lengths, e.g. [512, 1024]; found {list(buckets)}")
@@ -299,9 +301,9 @@ class Trainer:
         self._max_kept, self._loss = max_kept, loss
         self._buckets, self._rows_per_call = tuple(buckets), rows_per_call
         self._params = (
-            self._sharding.load_params(params)
+            self._sharding.load_params(params, quantize)
             if isinstance(params, Weights)
-            else self._sharding.put_params(stack_layers(params))
+            else self._sharding.put_params(stack_layers(params), quantize)
         )
         adapter = self._sharding.put_adapter(init_adapter(config, lora, seed))
         optimizer_state = self._place_optimizer(self._program.transformation.init(adapter))
@@ -669,9 +671,10 @@ class StepProgram:
 
     # Shapes and places
 
-    def abstract_params(self, dtype: Any) -> Params:
-        """The base with stacked layers; matrices of `dtype`, norms and biases float32, as `policy.weights` has them."""
-        return self._sharding.abstract_params(self._config, dtype)
+    def abstract_params(self, dtype: Any, quantize: Quantization = Quantization.NONE) -> Params:
+        """The base with stacked layers; matrices of `dtype`, norms and biases float32, as `policy.weights` has them,
+        and projections as `quantize` says."""
+        return self._sharding.abstract_params(self._config, dtype, quantize)
 
     def abstract_state(self) -> TrainState:
         """`TrainState` at any step; the optimizer's moments lie where their parameters do."""

@@ -38,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("layer", "attention", "none"),
         help="what the backward pass computes again: as learner.remat (default: the run file's, else layer)",
     )
-    parser.add_argument("--quantize", default="", metavar="FORMAT", help="the base's format, if not bfloat16")
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "int8", "int4", "nf4"),
+        help="how the base's projections are held: as learner.quantize, none being bfloat16 (default: the run file's, "
+        "else none)",
+    )
     parser.add_argument(
         "--compile",
         type=int,
@@ -55,13 +60,8 @@ def run(args: argparse.Namespace) -> int:
     from learner.planning import Plan, PlanError, Topology
     from pipelines.settings import SettingsError
     from policy.lora import LoraSettings
-    from policy.settings import Remat
+    from policy.settings import Quantization, Remat
 
-    if args.quantize:
-        raise SettingsError(
-            f"--quantize {args.quantize}: the learner trains no quantised base, so there is no such step to compile; "
-            "leave it out to plan for a bfloat16 base"
-        )
     lora = None
     if args.file:
         lora = _from_file(args)
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             8 if args.rows is None else args.rows,
             lora or LoraSettings(rank=rank, alpha=2.0 * rank),
             Remat(args.remat or "layer"),
+            Quantization(args.quantize or "none"),
         )
         mesh = parse_mesh(args.mesh or "")
         if mesh is not None:
@@ -104,6 +105,7 @@ def _from_file(args: argparse.Namespace) -> LoraSettings | None:
     args.bucket = run.packing.buckets[-1] if args.bucket is None else args.bucket
     args.rows = run.learner.rows_per_call if args.rows is None else args.rows
     args.remat = args.remat or run.learner.remat.value
+    args.quantize = args.quantize or run.learner.quantize.value
     if args.mesh is None and run.sharding.devices > 1:
         args.mesh = ",".join(f"{name}={size}" for name, size in dataclasses.asdict(run.sharding).items())
     return run.lora if args.lora_rank is None else None
@@ -165,7 +167,8 @@ def _report(args: argparse.Namespace, plan: Plan, mesh: ShardingSettings | None)
     topology, chip = plan.topology, plan.topology.chip
     print(
         f"{args.model} on {topology.name}: {topology.chips} chips, {topology.layout}, {chip.memory_gib} GiB each; "
-        f"{plan.rows} rows of {plan.bucket} tokens a call, LoRA rank {plan.lora.rank} on bfloat16, remat {plan.remat}",
+        f"{plan.rows} rows of {plan.bucket} tokens a call, LoRA rank {plan.lora.rank} on "
+        f"{'bfloat16' if plan.quantize == 'none' else plan.quantize}, remat {plan.remat}",
         flush=True,
     )
     reason = missing() if args.candidates else "--compile 0"
@@ -245,7 +248,8 @@ def _run_file(plan: Plan, mesh: ShardingSettings) -> str:
     from learner.sharding import MESH_AXES
 
     axes = ", ".join(f"sharding.{name} = {getattr(mesh, name)}" for name in MESH_AXES if getattr(mesh, name) > 1)
-    return f'{axes or "no [sharding]"}, learner.rows_per_call = {plan.rows}, learner.remat = "{plan.remat}"'
+    quantized = "" if plan.quantize == "none" else f', learner.quantize = "{plan.quantize}"'
+    return f'{axes or "no [sharding]"}, learner.rows_per_call = {plan.rows}, learner.remat = "{plan.remat}"{quantized}'
 
 
 def _json(
@@ -279,6 +283,7 @@ def _json(
         "rows": plan.rows,
         "lora_rank": plan.lora.rank,
         "remat": plan.remat.value,
+        "quantize": plan.quantize.value,
         "refused": figures.refused,
         "would_fit": remedies,
     }

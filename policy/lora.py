@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.families import NESTED_ROOT, PROJECTIONS, TEXT_ROOT, peft_module
+from policy.quantization import product
 
 if TYPE_CHECKING:
     from policy.transformer import ModelConfig
@@ -137,11 +138,13 @@ def layer_adapter(adapter: Adapter | None, layer: int) -> Adapter | None:
 
 
 def project(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> Any:
-    """x W + ((x a) b) * scale, for x [..., in] and W [in, out]; the plain product without an adapter."""
+    """x W + ((x a) b) * scale, for x [..., in] and W [in, out]; the plain product without an adapter.
+
+    W may be quantised; the adapter's products stay in the type of x."""
     # Flat, so that the gradients of a and b are plain matrix products: a contraction over two axes at once, B and T, is
     # several times slower on XLA's CPU backend.
     flat = x.reshape(-1, x.shape[-1])
-    y = flat @ weight
+    y = product(flat, weight)
     if adapter is not None:
         y = y + ((flat @ adapter["a"].astype(x.dtype)) @ adapter["b"].astype(x.dtype)) * scale
     return y.reshape(*x.shape[:-1], y.shape[-1])

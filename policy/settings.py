@@ -22,6 +22,17 @@ class Remat(StrEnum):
     """Everything but each layer's input: least memory, one more forward pass. What large models need."""
 
 
+class Quantization(StrEnum):
+    """How training holds the base's projections (policy.quantization)."""
+
+    NONE = "none"
+    """As `model.dtype` says."""
+    INT8 = "int8"
+    INT4 = "int4"
+    NF4 = "nf4"
+    """NormalFloat: levels that lie as a normal distribution's quantiles do. The 4 bits of QLoRA."""
+
+
 class Backend(StrEnum):
     """Who answers `SamplingClient.sample`."""
 

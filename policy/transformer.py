@@ -405,7 +405,7 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
             if not self.fused:
                 # Where rows are spread, they stay apart: a sum over devices of [B T, D] cannot end spread over T.
                 each_row = jax.vmap(project, (0, None, None, None)) if constrain is not None else project
-                outputs = (each_row(x, getattr(self, name)[...], share.get(name), lora_scale) for name in names)
+                outputs = (each_row(x, getattr(self, name).get_value(), share.get(name), lora_scale) for name in names)
                 return tuple(checkpoint_name(y, _PROJECTION) for y in outputs)
             return tuple(rows(y_ON, x.shape[:-1]) for y_ON in linear_columns(columns(x), *names))
 

@@ -1,6 +1,6 @@
 """Run by test_sharding in a process with eight virtual devices; asserts, and prints what it has shown.
 
-python on_meshes.py step | gemma | kernel | places
+python on_meshes.py step | gemma | kernel | places | quantized
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from learner.parallel import MeshModel  # noqa: E402
 from learner.sharding import Sharding, ShardingSettings, abstract  # noqa: E402
 from learner.step import OptimizerSettings, Trainer  # noqa: E402
 from policy.lora import init_adapter  # noqa: E402
-from policy.settings import Remat  # noqa: E402
+from policy.settings import Quantization, Remat  # noqa: E402
 from policy.transformer import stack_layers  # noqa: E402
 from policy.weights import ModelSettings, load_model, save_model  # noqa: E402
 from trajectories.storage import open_storage  # noqa: E402
@@ -216,6 +216,36 @@ def places():
     print("equal")
 
 
+def quantized():
+    """A base in 4 bits: the step of one device, the places that are planned, and codes that travel, not weights."""
+    rows = packed_rows(closings())
+    one, trainer = (make(CONFIG, mesh, quantize=Quantization.NF4) for mesh in (None, ShardingSettings(2, 2, 2)))
+    (expected, sums), (gradient, found) = (each.gradient(each.prepare(rows)) for each in (one, trainer))
+    np.testing.assert_allclose(found.loss, sums.loss, rtol=1e-6)
+    assert_close(gradient, expected)
+
+    planned = trainer._program.abstract_params(np.float32, Quantization.NF4)
+    assert jax.tree.structure(planned) == jax.tree.structure(trainer._params)
+    for one, other in zip(jax.tree.leaves(planned), map(abstract, jax.tree.leaves(trainer._params)), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.sharding.is_equivalent_to(other.sharding, len(one.shape)), (one, other)
+    up = trainer._params["layers"]["up_proj"]
+    assert up.codes.addressable_shards[0].data.nbytes * 4 == up.codes.nbytes == math.prod((3, 24, 40)) / 2
+
+    gathered = [
+        (array.shape, instruction.type.lstrip("(")[:2])
+        for computation in hlo.parse(trainer._compiled[128].as_text())[0].values()
+        for instruction in computation.values()
+        if instruction.opcode.removesuffix("-start") == "all-gather"
+        for array in instruction.arrays
+    ]
+    # Shares of the tensor axis, whole along `embed`: q, o, up, down.
+    assert {shape[-2:] for shape, kind in gathered if kind == "u8"} >= {(12, 12), (6, 24), (12, 20), (10, 24)}, gathered
+    dense = {(24, 12), (12, 24), (24, 20), (20, 24)}
+    assert not dense & {shape[-2:] for shape, kind in gathered if kind in ("f3", "bf")}, gathered
+    print("equal")
+
+
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    {"step": step, "gemma": gemma, "kernel": kernel, "places": places}[sys.argv[1]]()
+    {"step": step, "gemma": gemma, "kernel": kernel, "places": places, "quantized": quantized}[sys.argv[1]]()

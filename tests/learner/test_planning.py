@@ -11,7 +11,7 @@ from learner.planning import GIB, Figures, Plan, PlanError, Source, Topology, de
 from learner.sharding import ShardingSettings
 from policy.lora import LoraSettings
 from policy.presets import PRESETS
-from policy.settings import Remat
+from policy.settings import Quantization, Remat
 from policy.transformer import ModelConfig
 
 TINY = ModelConfig(
@@ -85,6 +85,16 @@ def test_an_estimate_counts_what_a_step_must_do():
     assert estimate(plan(), ShardingSettings(data=8)).argument_bytes > 6 * spread.argument_bytes
 
 
+def test_an_estimate_counts_codes_and_scales_in_place_of_weights():
+    config, mesh = PRESETS["llama-3.1-8b"], ShardingSettings(fsdp=2, tensor=4)
+    weights = config.num_layers * sum(math.prod(shape) for shape in config.layer_shapes().values() if len(shape) == 2)
+    dense, nf4 = (estimate(plan(quantize=format), mesh) for format in (Quantization.NONE, Quantization.NF4))
+    assert dense.argument_bytes - nf4.argument_bytes == pytest.approx((2 - 9 / 16) * weights / 8, rel=1e-3)
+    assert nf4.sent_bytes < dense.sent_bytes
+    assert nf4.memory_bytes < dense.memory_bytes
+    assert nf4.flops == dense.flops
+
+
 def test_meshes_are_ranked_by_time_and_those_that_do_not_fit_come_last():
     asked = plan("llama-3.1-70b", "v5e-64")
     found = ranked(asked)
@@ -133,6 +143,20 @@ if importlib.util.find_spec("libtpu") is not None:
         assert found.argument_bytes < 2 * guess.argument_bytes
         assert found.collectives["all-gather"][0] > 6 * 2 * 7
         assert found.sent_bytes > 0.5 * guess.sent_bytes
+
+    def test_libtpu_compiles_a_step_on_four_bits():
+        """Codes in place of weights, also beside the products: no dense matrix is an array of its own."""
+        wide = dataclasses.replace(TINY, embed_dim=1024, mlp_dim=4096)
+        mesh = ShardingSettings(fsdp=4, tensor=2)
+        asked = [
+            plan(wide, "v5e-8", bucket=256, rows=4, quantize=format) for format in (Quantization.NONE, Quantization.NF4)
+        ]
+        dense, nf4 = (planning.compiled(each, mesh) for each in asked)
+        weights = 3 * sum(math.prod(shape) for shape in wide.layer_shapes().values() if len(shape) == 2)
+        saved = dense.argument_bytes - nf4.argument_bytes
+        assert saved == pytest.approx((2 - 9 / 16) * weights / 8, rel=0.02)
+        assert nf4.temporary_bytes < 1.1 * dense.temporary_bytes
+        assert nf4.collectives["all-gather"][1] < dense.collectives["all-gather"][1]
 
     def test_libtpu_refuses_what_does_not_fit():
         asked = plan(TINY, "v5e-8", bucket=4096, rows=4096, remat=Remat.NONE)

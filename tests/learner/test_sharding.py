@@ -11,7 +11,7 @@ import pytest
 from learner.sharding import Sharding, ShardingSettings
 
 
-@pytest.mark.parametrize("what", ["step", "gemma", "kernel", "places"])
+@pytest.mark.parametrize("what", ["step", "gemma", "kernel", "places", "quantized"])
 def test_eight_devices_take_the_step_of_one(what):
     script = Path(__file__).parent / "on_meshes.py"
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}

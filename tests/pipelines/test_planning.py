@@ -48,6 +48,21 @@ def test_what_does_not_fit_is_said_with_what_would(capsys):
     assert any(how.startswith("--topology v5e-16") for how in found["would_fit"])
 
 
+def test_a_quantised_base_takes_less_and_is_said_in_the_run_file(capsys):
+    arguments = ("--model", "llama-3.1-8b", "--topology", "v5e-8", "--compile", "0")
+    peaks = {}
+    for format in ("none", "int8", "nf4"):
+        status, out, found = plan(capsys, *arguments, "--quantize", format)
+        assert (status, found["quantize"]) == (0, format)
+        assert ('learner.quantize = "nf4"' in out) == (format == "nf4")
+        peaks[format] = found["argument_gib_per_device"]
+    assert peaks["nf4"] < 0.7 * peaks["int8"] < 0.7 * 0.7 * peaks["none"]
+    # Where a dense base does not fit and one in 4 bits does, that is said.
+    _, _, found = plan(capsys, "--model", "llama-3.1-70b", "--topology", "v5e-16", "--compile", "0", "--rows", "16")
+    assert not found["fits"]
+    assert any(how.startswith("--quantize nf4 --mesh ") for how in found["would_fit"])
+
+
 def test_without_a_compiler_it_says_how_to_get_one_and_estimates(capsys, monkeypatch):
     found_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -61,7 +76,6 @@ def test_without_a_compiler_it_says_how_to_get_one_and_estimates(capsys, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--quantize", "nf4"), "trains no quantised base"),
         (("--mesh", "fsdp=4,tensor=4"), "must have the 64 chips of v5e-64, found fsdp=4,tensor=4 = 16"),
         (("--mesh", "rows=8"), "such as fsdp=8,tensor=8; found 'rows=8'"),
         (("--mesh", "fsdp=0,tensor=8"), "sharding.fsdp must be at least 1"),
