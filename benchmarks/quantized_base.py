@@ -52,8 +52,8 @@ def main() -> int:
 
 def measure(path: str, dtype: Dtype, bucket: int, rounds: int) -> dict[str, Any]:
     """Bytes and seconds of each format."""
-    trainers: dict[str, Trainer] = {}
-    base: dict[str, int] = {}
+    trainers: dict[Quantization, Trainer] = {}
+    base: dict[Quantization, int] = {}
     model = load_model(ModelSettings(path, dtype))
     for format in Quantization:
         before = _live_bytes()
@@ -76,7 +76,7 @@ def measure(path: str, dtype: Dtype, bucket: int, rounds: int) -> dict[str, Any]
     weights = model.config.num_layers * sum(int(np.prod(shapes[name])) for name in PROJECTIONS)
     outside = base[Quantization.NONE] - weights * dtype.numpy.itemsize
     rows = _rows(model.config.vocab_size, bucket)
-    seconds: dict[str, list[float]] = {format: [] for format in trainers}
+    seconds: dict[Quantization, list[float]] = {format: [] for format in trainers}
     for trainer in trainers.values():
         trainer.compile()
         trainer.run(trainer.prepare(rows))

@@ -254,8 +254,8 @@ class Sharding:
 
     def _describe_quantized(self, name: str, shape: tuple[int, int], format: Quantization, *stack: int) -> Quantized:
         axes = ("layers", *PARAMETER_AXES[name]) if stack else PARAMETER_AXES[name]
-        parts = (self._describe((*stack, *size), dtype, axes) for size, dtype in parts_of(shape, format))
-        return Quantized(*parts, format)
+        codes, scales = (self._describe((*stack, *size), dtype, axes) for size, dtype in parts_of(shape, format))
+        return Quantized(codes, scales, format)
 
     def _fill(self, table_VD: Any) -> Any:
         more = self.vocabulary(len(table_VD)) - len(table_VD)
@@ -347,7 +347,9 @@ def _layer_setter(at: Quantized) -> Callable[..., Quantized]:
 
     def put(stack: Quantized, matrix: Any, i: Any) -> Quantized:
         parts = quantize(matrix, stack.format)
-        return jax.tree.map(lambda x, part: jax.lax.dynamic_update_index_in_dim(x, part, i, 0), stack, parts)
+        put_each = jax.lax.dynamic_update_index_in_dim
+        placed: Quantized = jax.tree.map(lambda x, part: put_each(x, part, i, 0), stack, parts)
+        return placed
 
     return jax.jit(put, donate_argnums=0, out_shardings=at)  # type: ignore[no-any-return]
 

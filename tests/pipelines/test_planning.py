@@ -49,17 +49,17 @@ def test_what_does_not_fit_is_said_with_what_would(capsys):
 
 
 def test_a_quantised_base_takes_less_and_is_said_in_the_run_file(capsys):
-    arguments = ("--model", "llama-3.1-8b", "--topology", "v5e-8", "--compile", "0")
-    peaks = {}
+    arguments = ("--model", "llama-3.1-8b", "--topology", "v5e-8", "--compile", "0", "--quantize")
+    taken = {}
     for format in ("none", "int8", "nf4"):
-        status, out, found = plan(capsys, *arguments, "--quantize", format)
+        status, out, found = plan(capsys, *arguments, format, "--mesh", "fsdp=2,tensor=4")
         assert (status, found["quantize"]) == (0, format)
-        assert ('learner.quantize = "nf4"' in out) == (format == "nf4")
-        peaks[format] = found["argument_gib_per_device"]
-    assert peaks["nf4"] < 0.7 * peaks["int8"] < 0.7 * 0.7 * peaks["none"]
+        assert f"on {'bfloat16' if format == 'none' else format}, remat" in out
+        taken[format] = found["argument_gib_per_device"]
+    assert taken["nf4"] < 0.7 * taken["int8"] < 0.7 * 0.7 * taken["none"]
+    assert 'learner.remat = "layer", learner.quantize = "nf4"' in plan(capsys, *arguments, "nf4")[1]
     # Where a dense base does not fit and one in 4 bits does, that is said.
-    _, _, found = plan(capsys, "--model", "llama-3.1-70b", "--topology", "v5e-16", "--compile", "0", "--rows", "16")
-    assert not found["fits"]
+    _, _, found = plan(capsys, "--model", "llama-3.1-70b", "--topology", "v5e-8", "--compile", "0")
     assert any(how.startswith("--quantize nf4 --mesh ") for how in found["would_fit"])
 
 
