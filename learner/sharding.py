@@ -215,7 +215,7 @@ class Sharding:
                 def layer(i: int) -> Any:
                     return jax.make_array_from_callback(shape[1:], at, lambda index: read((slice(i, i + 1), *index))[0])
 
-                return self._quantized(name, shape[0], layer, format)
+                return self._quantized(name, shape, layer, format)
             axes = axes if len(shape) == len(axes) else ("layers", *axes)
             if name in _FILLED:
                 tokens, shape = shape[0], (self.vocabulary(shape[0]), *shape[1:])
@@ -230,7 +230,7 @@ class Sharding:
         def put(name: str, stack: Any) -> Any:
             axes = PARAMETER_AXES[name]
             if format is not Quantization.NONE and name in PROJECTIONS:
-                return self._quantized(name, len(stack), lambda i: self._put(stack[i], axes), format)
+                return self._quantized(name, stack.shape, lambda i: self._put(stack[i], axes), format)
             return self._put(stack, ("layers", *axes))
 
         layers = {name: put(name, stack) for name, stack in params["layers"].items()}
@@ -241,15 +241,17 @@ class Sharding:
         }
         return {**outside, "layers": layers}
 
-    def _quantized(self, name: str, layers: int, layer: Callable[[int], Any], format: Quantization) -> Quantized:
-        """The stack of a projection's matrices, of which `layer` places one at a time, dense."""
-        dense = layer(0)
-        abstract_stack = self._describe_quantized(name, dense.shape, format, layers)
+    def _quantized(
+        self, name: str, shape: tuple[int, ...], layer: Callable[[int], Any], format: Quantization
+    ) -> Quantized:
+        """The stack [L, I, O] of a projection's matrices, of which `layer` places one at a time, dense."""
+        layers, inputs, outputs = shape
+        abstract_stack = self._describe_quantized(name, (inputs, outputs), format, layers)
         at = jax.tree.map(lambda part: part.sharding, abstract_stack)
         stack: Quantized = _empty_stack(abstract_stack, at)
         for i in range(layers):
             # Waiting keeps one dense matrix in memory, not those that the host can read in the meantime.
-            stack = jax.block_until_ready(_layer_setter(at)(stack, layer(i) if i else dense, np.int32(i)))
+            stack = jax.block_until_ready(_layer_setter(at)(stack, layer(i), np.int32(i)))
         return stack
 
     def _describe_quantized(self, name: str, shape: tuple[int, int], format: Quantization, *stack: int) -> Quantized:
