@@ -26,6 +26,7 @@ setup(
         "numpy>=2.4",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8,<0.13",
+        "packaging>=24",
         "pydantic-monty-runtime>=1.4,<2",
         "safetensors>=0.8",
         "tokenizers>=0.22",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.environment import load_environment
+from environments.user_code import make_importable
 from learner.checkpoints import Checkpoints
 from learner.loop import Ending
 from learner.train import starting_adapter
@@ -41,6 +42,7 @@ def check(run: Run) -> str:
     model, elsewhere = _model(run)
     where = f"environment.name {run.environment.name!r}"
     try:
+        make_importable(run.code.path)
         tasks = load_environment(run.environment, run.seed).tasks
     except ValueError as error:
         if not (elsewhere and _lacks_a_file(error)):

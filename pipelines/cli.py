@@ -192,7 +192,7 @@ def _run_locally(file: str, args: argparse.Namespace, words: Sequence[str]) -> i
         check_unused(run)
         if args.dry_run:
             return _dry_run(run)
-        return _supervise(out, _begin(run, out, file), args, again=again)
+        return _supervise(out, _begin(run, out), args, again=again)
 
     attempt = newest_attempt(out)
     with attempt.locked():
@@ -224,7 +224,7 @@ def _dry_run(run: Run, adapter: str | None = None) -> int:
     return 0
 
 
-def _begin(run: Run, out: Path, file: str) -> Attempt:
+def _begin(run: Run, out: Path) -> Attempt:
     """A fresh attempt with its resolved run file."""
     from pipelines.attempts import new_attempt, new_run_id
 
@@ -234,9 +234,6 @@ def _begin(run: Run, out: Path, file: str) -> Attempt:
         run,
         run_id=new_run_id(run.name, attempt),
         storage=storage if storage.startswith("gs://") else str(Path(storage).absolute()),
-        code=dataclasses.replace(
-            run.code, path=str(Path(file).absolute().parent / run.code.path) if run.code.path else ""
-        ),
     )
     attempt.run_file.write_text(resolved.to_json())
     return attempt
@@ -316,7 +313,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.adapter is not None:
         check_adapter(run, args.adapter)
     out = args.out or Path("runs") / f"{run.name}-eval"
-    return _supervise(out, _begin(run, out, args.file), args, adapter=args.adapter)
+    return _supervise(out, _begin(run, out), args, adapter=args.adapter)
 
 
 def _show(args: argparse.Namespace) -> int:

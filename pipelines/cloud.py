@@ -17,8 +17,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from environments.user_code import archive, send
 from trajectories.storage import NotFound, PreconditionFailed, Storage, open_storage
 
 if TYPE_CHECKING:
@@ -433,6 +435,20 @@ def resolve(run: Run, workers: Workers) -> Run:
     )
 
 
+def travelling_code(run: Run) -> Path | None:
+    """The folder `code.path`, if it is here to be sent; one that is not must be in the image and on the TPU host."""
+    path = run.code.path
+    if not path or path.endswith(".zip"):
+        return None
+    if not Path(path).is_dir():
+        print(
+            f"code.path {path} is not here: it must lie at this place in the image and on the learner's host",
+            file=sys.stderr,
+        )
+        return None
+    return Path(path)
+
+
 def launch(args: argparse.Namespace, asked: Run, endpoint: str = DATAFLOW) -> int:
     """The command, for a run that is loaded. Raises ValueError, LaunchError or OSError with the mend."""
     cloud = asked.cloud
@@ -451,11 +467,17 @@ def launch(args: argparse.Namespace, asked: Run, endpoint: str = DATAFLOW) -> in
         print(json.dumps(scheduler_job(resolved.name, cloud, request), indent=2))
         return 0
     if args.dry_run:
+        if folder := travelling_code(resolved):
+            print(f"{len(archive(folder)) / 1024:.0f} KiB of code travel from {folder}", file=sys.stderr)
         print(json.dumps(request, indent=2))
         return 0
     with google_errors():
         session = authorized_session()  # before the upload: without credentials nothing changes
-        upload_run(open_storage(f"{cloud.bucket}/{resolved.name}"), resolved.to_json().encode(), replace=args.replace)
+        storage = open_storage(f"{cloud.bucket}/{resolved.name}")
+        if folder := travelling_code(resolved):
+            address = send(folder, storage.join("code"))
+            resolved = dataclasses.replace(resolved, code=dataclasses.replace(resolved.code, path=address))
+        upload_run(storage, resolved.to_json().encode(), replace=args.replace)
         job = post_launch(session, launch_url(cloud, endpoint), request)
     name = job_name(resolved.name)
     if args.json:

@@ -6,7 +6,9 @@ run (JSON, with its run id and storage) is what the processes of a run are given
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import re
 import sys
 import tomllib
@@ -46,7 +48,9 @@ class CodeSettings:
     """Section [code]: the user's own environments."""
 
     path: str = ""
-    """A folder, from the run file's own, that every process puts on its import path."""
+    """A folder, from the run file's own, that every process puts on its import path. What its requirements.txt, or else
+    its pyproject.toml, asks for must be installed here; `headrace launch` sends the folder with the run, and each
+    process in the cloud installs what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,9 @@ def load_run(url: str, overrides: Sequence[str] = ()) -> Run:
         run = settings.read(Run, _with_algorithm(_parsed(url), overrides))
     except SettingsError as error:
         raise SettingsError(f"{url}: {error}") from error
-    if run.code.path:
-        folder = str(_beside(url, run.code.path))
+    if run.code.path and "://" not in run.code.path:
+        folder = _beside(url, run.code.path)
+        run = dataclasses.replace(run, code=CodeSettings(folder))
         if folder not in sys.path:
             sys.path.insert(0, folder)
     return run
@@ -217,9 +222,9 @@ def _with_algorithm(parsed: Mapping[str, Any], overrides: Sequence[str]) -> dict
     return values
 
 
-def _beside(url: str, path: str) -> Path:
-    """`path` relative to the run file's folder, where it is not absolute."""
-    return Path(path) if url.startswith("gs://") else Path(url).absolute().parent / path
+def _beside(url: str, path: str) -> str:
+    """`path` from the run file's folder on, where it is not absolute."""
+    return path if url.startswith("gs://") else os.path.normpath(Path(url).absolute().parent / path)
 
 
 def _parsed(url: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from environments.environment import load_environment
+from environments.user_code import make_importable
 from learner.checkpoints import CheckpointError
 from learner.hosts import LOST, UNUSABLE, Crew, Seat, follow, join
 from learner.train import LearnerSpec, make_trainer, train
@@ -61,6 +62,7 @@ def run_learner(
             return _run_host(run, folder, adapter, join(run.sharding.hosts, coordinator, host))
         if coordinator is not None or host is not None:
             raise ValueError("--coordinator and --host-id are for several hosts, and sharding.hosts is 1")
+        make_importable(run.code.path)
         tasks = load_environment(run.environment, run.seed).tasks
         return train(learner_spec(run), tasks, folder, adapter=adapter)
     except (ValueError, CheckpointError) as error:
@@ -75,6 +77,7 @@ def _run_host(run: Run, folder: Path, adapter: str | None, seat: Seat) -> int:
     crew = Crew(seat, spec)
     status = LOST
     try:
+        make_importable(run.code.path)
         tasks = load_environment(run.environment, run.seed).tasks
         status = train(spec, tasks, folder, adapter=adapter, crew=crew, stop=crew.interrupted)
     except (ValueError, CheckpointError):

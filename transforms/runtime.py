@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Protocol
 
 from environments.environment import Prepared, load_environment
 from environments.orchestrator import RolloutOrchestrator
+from environments.user_code import make_importable
 from policy.adapters import AdapterStore, LatestAdapter, MissingAdapter
 from policy.chat import ChatFormat, load_chat
 from policy.client import PolicyError, SamplingClient, SamplingParams
@@ -162,8 +162,7 @@ class RolloutRuntime:
         spec = self._spec
         try:
             began = time.monotonic()
-            if spec.code_path and spec.code_path not in sys.path:
-                sys.path.insert(0, spec.code_path)
+            make_importable(spec.code_path)
             environment = load_environment(spec.environment, spec.seed)
             if isinstance(environment, Prepared):
                 environment.prepare()

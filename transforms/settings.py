@@ -77,7 +77,7 @@ class RolloutSpec:
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     code_path: str = ""
-    """Folder that a worker puts on its import path before it looks for the environment."""
+    """Folder, or archive of one, that a worker makes importable before it looks for the environment."""
 
     @property
     def topics(self) -> Topics:

@@ -3,7 +3,9 @@
 import argparse
 import base64
 import dataclasses
+import importlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,10 +17,11 @@ from google.cloud import dataflow_v1beta3, scheduler_v1
 from google.protobuf import json_format
 
 from environments.environment import EnvironmentSettings
+from environments.user_code import make_importable
 from learner.settings import LearnerSettings
 from pipelines import cli, cloud, settings
 from pipelines.cloud import CloudSettings, LaunchError
-from pipelines.config import Run, load_run
+from pipelines.config import CodeSettings, Run, load_run
 from templates.spec import main as write_spec
 from tests.gcs import fake_gcs
 from trajectories.storage import open_storage
@@ -271,6 +274,29 @@ def test_launch_uploads_the_run_and_posts_and_again_is_harmless(dataflow, capsys
         with pytest.raises(LaunchError, match="--replace"):
             cloud.launch(arguments(), changed, dataflow.url)
         assert len(dataflow.seen) == 2
+
+
+def test_a_launch_sends_the_users_folder_with_the_run(dataflow, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "headrace_test_sent.py").write_text("VALUE = 7\n")
+    asked = dataclasses.replace(RUN, name="calc-2", code=CodeSettings(str(mine)))
+    with fake_gcs("my-runs"):
+        assert cloud.launch(arguments("--dry-run"), asked) == 0
+        assert f"0 KiB of code travel from {mine}" in capsys.readouterr().err
+        assert cloud.launch(arguments(), asked, dataflow.url) == 0
+        sent = load_run("gs://my-runs/team/calc-2/run.json")
+        assert re.fullmatch(r"gs://my-runs/team/calc-2/code/[0-9a-f]{64}\.zip", sent.code.path)
+        make_importable(sent.rollout_spec().code_path)
+        module = importlib.import_module("headrace_test_sent")
+        assert Path(module.__file__).is_relative_to(tmp_path / "cache")
+        (mine / "headrace_test_sent.py").write_text("VALUE = 8\n")
+        with pytest.raises(LaunchError, match="--replace"):
+            cloud.launch(arguments(), asked, dataflow.url)
+    elsewhere = dataclasses.replace(asked, code=CodeSettings("/opt/not_here"))
+    assert cloud.launch(arguments("--dry-run"), elsewhere) == 0
+    assert "it must lie at this place in the image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

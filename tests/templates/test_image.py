@@ -55,3 +55,10 @@ def test_template_main_is_there_and_its_folder_shadows_nothing():
     installed = {name.replace("-", "_") for name in LOCK}
     names = {path.stem for path in (ROOT / main).parent.iterdir()}
     assert not names & (set(sys.stdlib_module_names) | installed)
+
+
+def test_the_image_on_top_installs_with_a_command_that_is_there():
+    text = (ROOT / "templates" / "code.Dockerfile").read_text()
+    module, folder = re.search(r"^RUN python -m (\S+) (\S+)$", text, re.MULTILINE).groups()
+    assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+    assert f" {folder}/\n" in text
