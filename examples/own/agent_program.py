@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from function_tool import calculator
+from function_tool import calculator, right
 
 from environments.programs import AgentProgram
 from environments.tasks import task_file
@@ -14,7 +14,7 @@ async def solve(payload, chat):
     for _ in range(3):
         reply = await chat.create(messages, tools=[calculator])
         if not reply.tool_calls:
-            return float(reply.content == f"<answer>{payload['answer']}</answer>")
+            return right(payload, reply.content)
         messages += [reply, *await chat.call_tools(reply)]
     return 0.0
 

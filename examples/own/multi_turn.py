@@ -7,7 +7,7 @@ from environments.tasks import task_file
 
 
 class ThreeTries(Environment):
-    """A wrong answer is met with the question again, twice; a later right one is worth less."""
+    """A wrong call is met with the question again, twice; a later right one is worth less."""
 
     async def reset(self, payload, *, episode_id, seed):
         self.payload, self.tries = payload, 0
@@ -15,7 +15,7 @@ class ThreeTries(Environment):
 
     async def step(self, action):
         self.tries += 1
-        right = action.text == f"<answer>{self.payload['answer']}</answer>"
+        right = action.text == f"<calc>{self.payload['question']}</calc>"
         if right or self.tries == 3:
             return StepResult(reward=right / self.tries, done=True, success=right)
         return StepResult(messages=(Message("user", self.payload["question"]),))

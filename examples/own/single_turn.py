@@ -1,4 +1,4 @@
-"""A question, an answer, a function that judges it: `environment.name = "single_turn:Sums"`."""
+"""A question and a function that judges the policy's one turn: `environment.name = "single_turn:Calls"`."""
 
 import re
 from pathlib import Path
@@ -8,11 +8,11 @@ from environments.verifiable import Verifiable
 
 
 def reward(payload, answer):
-    """Named parts; they add up to the reward."""
-    said = re.fullmatch(r"<answer>(\d+)</answer>", answer)
-    return {"form": 0.25 * bool(said), "right": 0.75 * bool(said and int(said[1]) == payload["answer"])}
+    """Named parts, which add up: the turn is to be a call that holds the question."""
+    call = re.fullmatch(r"<calc>(\d+[-+*]\d+)</calc>", answer)
+    return {"form": 0.25 * bool(call), "right": 0.75 * bool(call and call[1] == payload["question"])}
 
 
-def Sums(seed=0):
+def Calls(seed=0):
     tasks = task_file(Path(__file__).with_name("sums.jsonl"), seed=seed, key="question", held_out=0.2)
     return Verifiable(tasks, reward, prompt="{question}")
