@@ -184,7 +184,8 @@ def test_a_run_outlives_the_death_of_any_host(spec: LearnerSpec, start: Any, tmp
             hosts.processes[victim].send_signal(signal.SIGKILL)
             statuses = hosts.await_ends(PATIENCE_S)
             assert statuses[victim] == -signal.SIGKILL
-            assert statuses[1 - victim] == 1, hosts.logs()
+            # JAX aborts a follower whose coordinator is gone, if its own watch comes to it first.
+            assert statuses[1 - victim] in ((1,) if victim else (1, -signal.SIGABRT)), hosts.logs()
             assert f"headrace: host {victim} of 2" in hosts.log(1 - victim)
         hosts = start("run", 2, **settings)
         assert hosts.await_ends(120) == [0, 0], hosts.logs()
