@@ -1,8 +1,9 @@
 """The policy's forward pass on a mesh: what GSPMD would not spread well is written for one device here.
 
 Invariant: values and gradients do not depend on the mesh. A look-up of embeddings moves no part of their table, hidden
-states stay with the device of their row, and the logits of a token exist in shares of the vocabulary, for a chunk of
-tokens at a time.
+states stay with the device of their row, a projection moves the tokens of its rows once (Megatron-LM with sequence
+parallelism, arXiv:2205.05198), and the logits of a token exist in shares of the vocabulary, for a chunk of tokens at a
+time.
 
 On one CPU this is `policy.transformer.hidden_states` and `token_logprobs`.
 
@@ -11,7 +12,7 @@ Axes: B rows, T tokens, D embedding, V vocabulary, N loss tokens (S shares of N 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from learner.attention import NO_WINDOW, RowLayout, row_attention
-from learner.sharding import Sharding
-from policy.lora import Adapter
+from learner.sharding import PARAMETER_AXES, Sharding
+from policy.lora import Adapter, project
 from policy.settings import Remat
 from policy.transformer import (
     RESIDUAL,
@@ -31,6 +32,7 @@ from policy.transformer import (
     LayerAttend,
     ModelConfig,
     Params,
+    Projection,
     attention,
     blocked_attention,
     final_norm,
@@ -84,7 +86,7 @@ class MeshModel:
             layout.positions_BT,
             self._attend_by_kernel(layout) if self._tpu else self._attend_by_mask(layout),
             remat=remat,
-            constrain=sharding.constrain,
+            spread=self,
             gather=sharding.gather,
         )
         return sharding.constrain(final_norm(config, params, x_BTD), WHOLE)
@@ -139,6 +141,65 @@ class MeshModel:
             PartitionSpec(rows, sequence if vocab and sequence == vocab else None),
         )(table_VD, tokens_BT)
         return x_BTD * jnp.asarray(config.embed_dim**0.5, x_BTD.dtype) if config.scale_embedding else x_BTD
+
+    # Projections (`policy.transformer.Spread`)
+
+    def constrain(self, x: Array, axes: tuple[str | None, ...]) -> Array:
+        """`x`, laid out as the logical names of its axes say."""
+        return self._sharding.constrain(x, axes)
+
+    def project(self, x: Array, projections: Sequence[Projection], lora_scale: float | Array) -> Sequence[Array]:
+        """From the residual stream, spread over tokens, to outputs spread over heads or MLP, or the other way."""
+        if PARAMETER_AXES[projections[0].name][0] == "embed":
+            return self._from_residual(x, projections, lora_scale)
+        return [self._to_residual(x, one, lora_scale) for one in projections]
+
+    def _from_residual(self, x_BTD: Array, projections: Sequence[Projection], lora_scale: float | Array) -> list[Array]:
+        """Each device gathers the tokens of its rows once, for the outputs that are its own. Where outputs do not
+        spread (fewer key heads than devices) it computes all of them for its own tokens."""
+        rows, tokens, _ = self._sharding.spec(RESIDUAL, x_BTD.shape)
+        laid = [self._projection_specs(one) for one in projections]
+        own = [specs[0][1] for specs in laid]
+
+        def each(x: Array, operands: list[Any]) -> tuple[Array, ...]:
+            whole = lax.all_gather(x, tokens, axis=1, tiled=True) if tokens and any(own) else x
+            return tuple(
+                project(whole if outputs else x, weight, adapter, lora_scale)
+                for outputs, (weight, adapter) in zip(own, operands, strict=True)
+            )
+
+        out = tuple(PartitionSpec(rows, None if outputs else tokens, outputs) for outputs in own)
+        operands = [(one.weight, one.adapter) for one in projections]
+        return list(self._each(each, (PartitionSpec(rows, tokens), laid), out)(x_BTD, operands))
+
+    def _to_residual(self, x: Array, projection: Projection, lora_scale: float | Array) -> Array:
+        """Each device's inputs give a part of every sum; the sums end spread over tokens."""
+        weight, adapter = self._projection_specs(projection)
+        rows, tokens, _ = self._sharding.spec(RESIDUAL, x.shape)
+        inputs = weight[0]
+
+        def each(x: Array, weight: Array, adapter: Any) -> Array:
+            y = project(x, weight, adapter, lora_scale)
+            if inputs and tokens:
+                return lax.psum_scatter(y, inputs, scatter_dimension=1, tiled=True)
+            return lax.psum(y, inputs) if inputs else y
+
+        if not inputs:  # every device has all inputs: of its own tokens
+            x = self.constrain(x, RESIDUAL)
+        specs = (PartitionSpec(rows, None if inputs else tokens, inputs), weight, adapter)
+        return self._each(each, specs, PartitionSpec(rows, tokens))(x, projection.weight, projection.adapter)
+
+    def _projection_specs(self, projection: Projection) -> tuple[PartitionSpec, Any]:
+        """Of the matrix and of its share of the adapter, gathered (`Sharding.gather`)."""
+        inputs, outputs = (None if axis == "embed" else axis for axis in PARAMETER_AXES[projection.name])
+        spec = self._sharding.spec
+        if projection.adapter is None:
+            return spec((inputs, outputs), projection.weight.shape), None
+        a, b = projection.adapter["a"], projection.adapter["b"]
+        return spec((inputs, outputs), projection.weight.shape), {
+            "a": spec((inputs, None), a.shape),
+            "b": spec((None, outputs), b.shape),
+        }
 
     # Attention: each device has its rows and its heads.
 

@@ -20,11 +20,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +50,30 @@ LayerAttend = Callable[[Array, Array, Array, "bool | Array"], Array]
 """`Attend` with a fourth argument: whether the layer is local. A scan over layers of both kinds passes an array."""
 Rotation = tuple[Array, Array]
 """Cosines and sines of positions, each [B, T, d / 2]."""
-Constrain = Callable[[Array, tuple[str | None, ...]], Array]
-"""Returns its first argument, laid out as the logical names of its axes say; None is an axis that is not spread."""
 Gather = Callable[[Layer, "Adapter | None"], "tuple[Layer, Adapter | None]"]
 """One layer's parameters and its share of the adapter, laid out as its products need them."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix [in, out] with its share of the adapter, if it has one."""
+
+    name: str
+    weight: Array
+    adapter: Any
+
+
+class Spread(Protocol):
+    """How activations lie on a mesh."""
+
+    def constrain(self, x: Array, axes: tuple[str | None, ...]) -> Array:
+        """`x`, laid out as the logical names of its axes say; None is an axis that is not spread."""
+        ...
+
+    def project(self, x: Array, projections: Sequence[Projection], lora_scale: float | Array) -> Sequence[Array]:
+        """`policy.lora.project` of one input, which comes from the residual stream or goes back to it."""
+        ...
+
 
 RESIDUAL = ("rows", "sequence", None)
 """Logical axes of the residual stream [B, T, D] ..."""
@@ -380,13 +400,13 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
         lora_scale: float | Array = 1.0,
         *,
         local: bool | Array = False,
-        constrain: Constrain | None = None,
+        spread: Spread | None = None,
     ) -> Array:
         """x_BTD -> x_BTD. `adapter_layer` is one layer's share (`layer_adapter`; `fuse_adapter` for a fused layer);
         targets it lacks stay the base.
 
         `where` is positions_BT or what `rotary_angles` makes of them; of positions, `local` chooses the rotary
-        frequencies. The window itself is the business of `attend`. `constrain` spreads the activations over a mesh.
+        frequencies. The window itself is the business of `attend`. `spread` lays the activations over a mesh.
         """
         config = self.config
         if not isinstance(where, tuple):
@@ -397,17 +417,19 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
 
         share = adapter_layer or {}
 
-        def spread(x: Array, axes: tuple[str | None, ...]) -> Array:
-            return x if constrain is None else constrain(x, axes)
+        def constrain(x: Array, axes: tuple[str | None, ...]) -> Array:
+            return x if spread is None else spread.constrain(x, axes)
 
         def linear(x: Array, *names: str) -> tuple[Array, ...]:
-            """The projections of one input."""
-            if not self.fused:
-                # Where rows are spread, they stay apart: a sum over devices of [B T, D] cannot end spread over T.
-                each_row = jax.vmap(project, (0, None, None, None)) if constrain is not None else project
-                outputs = (each_row(x, getattr(self, name).get_value(), share.get(name), lora_scale) for name in names)
-                return tuple(checkpoint_name(y, _PROJECTION) for y in outputs)
-            return tuple(rows(y_ON, x.shape[:-1]) for y_ON in linear_columns(columns(x), *names))
+            """The projections of one input, which come from the residual stream or go back to it."""
+            if self.fused:
+                return tuple(rows(y_ON, x.shape[:-1]) for y_ON in linear_columns(columns(x), *names))
+            operands = [Projection(name, getattr(self, name).get_value(), share.get(name)) for name in names]
+            if spread is not None:
+                outputs = spread.project(x, operands, lora_scale)
+            else:
+                outputs = [project(x, one.weight, one.adapter, lora_scale) for one in operands]
+            return tuple(checkpoint_name(y, _PROJECTION) for y in outputs)
 
         def linear_columns(x_IN: Array, *names: str) -> tuple[Array, ...]:
             group = _GROUPS[names]
@@ -421,7 +443,7 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
                 (y_ON,) = linear_columns(config.activation(gate) * up, "down_proj")
                 return rows(y_ON, x.shape[:-1])
             gate, up = linear(x, "gate_proj", "up_proj")
-            (y,) = linear(spread(config.activation(gate) * up, ("rows", None, "mlp")), "down_proj")
+            (y,) = linear(constrain(config.activation(gate) * up, ("rows", None, "mlp")), "down_proj")
             return y
 
         def norm(name: str, x: Array) -> Array:
@@ -433,25 +455,22 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
             y = y.reshape(*y.shape[:2], count, config.head_dim)
             return norm(f"{name}_norm", y) if config.qk_norm and name != "v" else y
 
-        def whole(x: Array) -> Array:
-            return spread(x, WHOLE)
-
         def residual(x: Array) -> Array:
-            return spread(x, RESIDUAL)
+            return constrain(x, RESIDUAL)
 
-        q, k, v = linear(whole(norm("input_norm", x_BTD)), "q_proj", "k_proj", "v_proj")
+        q, k, v = linear(residual(norm("input_norm", x_BTD)), "q_proj", "k_proj", "v_proj")
         q = rotate(heads("q", q, config.num_heads), where)
         k = rotate(heads("k", k, config.num_kv_heads), where)
         v = heads("v", v, config.num_kv_heads)
         if config.query_scale is not None:
             # Every attention divides by sqrt(d).
             q = q * (config.query_scale * config.head_dim**0.5)
-        q = spread(q, ("rows", None, "heads", None))
-        k, v = (spread(x, ("rows", None, "kv_heads", None)) for x in (k, v))
-        o = spread(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), ("rows", None, "heads"))
+        q = constrain(q, ("rows", None, "heads", None))
+        k, v = (constrain(x, ("rows", None, "kv_heads", None)) for x in (k, v))
+        o = constrain(attend(q, k, v).reshape(*x_BTD.shape[:2], -1), ("rows", None, "heads"))
         h = residual(*linear(o, "o_proj"))
         x_BTD = residual(x_BTD + (norm("attention_output_norm", h) if config.output_norms else h))
-        h = residual(mlp(whole(norm("post_norm", x_BTD))))
+        h = residual(mlp(residual(norm("post_norm", x_BTD))))
         return residual(x_BTD + (norm("mlp_output_norm", h) if config.output_norms else h))
 
 
@@ -598,12 +617,12 @@ def run_layers(
     attend: LayerAttend,
     *,
     remat: bool | Remat = Remat.NONE,
-    constrain: Constrain | None = None,
+    spread: Spread | None = None,
     gather: Gather | None = None,
 ) -> Array:
     """The residual stream behind the last layer -> x_BTD. `layers` is `params["layers"]`, of either layout.
 
-    `constrain` and `gather` spread activations and parameters over a mesh; gathered parameters are gathered again in
+    `spread` and `gather` lay activations and parameters over a mesh; gathered parameters are gathered again in
     the backward pass, whatever `remat` keeps.
     """
     remat = (Remat.ATTENTION if remat else Remat.NONE) if isinstance(remat, bool) else Remat(remat)
@@ -616,7 +635,7 @@ def run_layers(
             return attend(q, k, v, local)
 
         block = make_block(config, layer)
-        return block(x, positions_BT, attend_here, share, lora_scale, local=local, constrain=constrain)
+        return block(x, positions_BT, attend_here, share, lora_scale, local=local, spread=spread)
 
     local_L = [config.is_local(i) for i in range(config.num_layers)]
     stacked = isinstance(layers, Mapping)
@@ -643,7 +662,7 @@ def run_layers(
 def _all_but_spread(primitive: Any, *_: Any, **__: Any) -> bool:
     """A remat policy: keep everything but what was laid out anew. Gathered parameters of all layers would be the whole
     model."""
-    return primitive.name not in ("sharding_constraint", "name")
+    return primitive.name not in ("sharding_constraint", "all_gather", "name")
 
 
 def token_logprobs(
