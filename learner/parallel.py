@@ -158,10 +158,9 @@ class MeshModel:
         """Each device gathers the tokens of its rows once, for the outputs that are its own. Where outputs do not
         spread (fewer key heads than devices) it computes all of them for its own tokens."""
         rows, tokens, _ = self._sharding.spec(RESIDUAL, x_BTD.shape)
-        laid = [self._projection_specs(one) for one in projections]
-        own = [specs[0][1] for specs in laid]
+        own, laid = zip(*(self._laid(one)[1:] for one in projections), strict=True)
 
-        def each(x: Array, operands: list[Any]) -> tuple[Array, ...]:
+        def each(x: Array, operands: tuple[Any, ...]) -> tuple[Array, ...]:
             whole = _gathered(x, tokens) if tokens and any(own) else x
             return tuple(
                 project(whole if outputs else x, weight, adapter, lora_scale)
@@ -169,37 +168,34 @@ class MeshModel:
             )
 
         out = tuple(PartitionSpec(rows, None if outputs else tokens, outputs) for outputs in own)
-        operands = [(one.weight, one.adapter) for one in projections]
+        operands = tuple((one.weight, one.adapter) for one in projections)
         return list(self._each(each, (PartitionSpec(rows, tokens), laid), out)(x_BTD, operands))
 
     def _to_residual(self, x: Array, projection: Projection, lora_scale: float | Array) -> Array:
         """Each device's inputs give a part of every sum; the sums end spread over tokens."""
-        weight, adapter = self._projection_specs(projection)
+        inputs, _, laid = self._laid(projection)
         rows, tokens, _ = self._sharding.spec(RESIDUAL, x.shape)
-        inputs = weight[0]
 
-        def each(x: Array, weight: Array, adapter: Any) -> Array:
-            y = project(x, weight, adapter, lora_scale)
+        def each(x: Array, operand: tuple[Any, Any]) -> Array:
+            y = project(x, *operand, lora_scale)
             if inputs and tokens:
                 return _scattered(y, inputs)
             return lax.psum(y, inputs) if inputs else y
 
         if not inputs:  # every device has all inputs: of its own tokens
             x = self.constrain(x, RESIDUAL)
-        specs = (PartitionSpec(rows, None if inputs else tokens, inputs), weight, adapter)
-        return self._each(each, specs, PartitionSpec(rows, tokens))(x, projection.weight, projection.adapter)
+        specs = (PartitionSpec(rows, None if inputs else tokens, inputs), laid)
+        return self._each(each, specs, PartitionSpec(rows, tokens))(x, (projection.weight, projection.adapter))
 
-    def _projection_specs(self, projection: Projection) -> tuple[PartitionSpec, Any]:
-        """Of the matrix and of its share of the adapter, gathered (`Sharding.gather`)."""
-        inputs, outputs = (None if axis == "embed" else axis for axis in PARAMETER_AXES[projection.name])
-        spec = self._sharding.spec
-        if projection.adapter is None:
-            return spec((inputs, outputs), projection.weight.shape), None
-        a, b = projection.adapter["a"], projection.adapter["b"]
-        return spec((inputs, outputs), projection.weight.shape), {
-            "a": spec((inputs, None), a.shape),
-            "b": spec((None, outputs), b.shape),
-        }
+    def _laid(self, projection: Projection) -> tuple[str | None, str | None, Any]:
+        """The mesh axes of its inputs and of its outputs, and how its matrix and its adapter lie, gathered
+        (`Sharding.gather`). A quantised matrix is spread where both its codes and its scales are."""
+        axes = tuple(None if axis == "embed" else axis for axis in PARAMETER_AXES[projection.name])
+        parts = [self._sharding.spec(axes, part.shape) for part in jax.tree.leaves(projection.weight)]
+        inputs, outputs = (specs[0] if len(set(specs)) == 1 else None for specs in zip(*parts, strict=True))
+        weight = jax.tree.map(lambda _: PartitionSpec(inputs, outputs), projection.weight)
+        adapter = {"a": PartitionSpec(inputs), "b": PartitionSpec(None, outputs)} if projection.adapter else None
+        return inputs, outputs, (weight, adapter)
 
     # Attention: each device has its rows and its heads.
 
@@ -286,8 +282,8 @@ def gpu_attention(
     return jax.nn.dot_product_attention(q, k, v, mask=visible_BTT[:, None], implementation=implementation)
 
 
-# A sum that ends spread over the second axis of an array is compiled, inside a loop, as a whole sum of which each device
-# takes its part: twice the traffic. Over an axis of its own in front it stays what it is.
+# A sum that ends spread over the second axis of an array is compiled, inside a loop, as a whole sum of which each
+# device takes its part: twice the traffic. Over an axis of its own in front it stays what it is.
 
 
 def _gathered(x: Array, axis: str) -> Array:
