@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import string
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,10 +154,14 @@ def verifiable(
     """A Verifiable that the run file describes alone: `environment.name = "verifiable"`.
 
     `tasks` and `held_out_file` are JSON Lines files, at gs:// or in the folder of the reward function's module;
-    `reward` and `tools` are `module:name` of functions. The rest is as in `task_file` and `Verifiable`.
+    `reward` and `tools` are `module:name` of functions, `reward` also of a `Rewards`. The rest is as in `task_file` and
+    `Verifiable`.
     """
     function = find_named(reward, f"environment.options.reward {reward!r}")
-    folder = Path(inspect.getsourcefile(inspect.unwrap(function)) or ".").parent
+    # An object, such as Rewards, lies in the module that the name says, and not in that of its class.
+    module = sys.modules.get(reward.partition(":")[0]) or function
+    source = inspect.unwrap(function) if inspect.isroutine(function) else module
+    folder = Path(inspect.getsourcefile(source) or ".").parent
 
     def at(path: str) -> str:
         return path if not path or path.startswith("gs://") else str(folder / path)

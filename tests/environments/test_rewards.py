@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from environments.environment import EnvironmentSettings, load_environment
 from environments.rewards import Judge, JudgeError, Length, Matches, Rewards, Tags
 from environments.tools import Score, ToolEnvironment
 from policy.chat import Message
@@ -170,6 +171,25 @@ def test_an_episode_whose_judge_gives_no_score_has_failed_and_is_not_wrong(play,
     fine = asyncio.run(play(client, scored_by(Rewards({"form": Matches("12"), "style": judge()}))).run(task, 0))
     assert fine.reward_parts == {"form": 1.0, "style.judged": 0.12}
     assert fine.reward == pytest.approx(1.12)
+
+
+def test_rewards_are_named_in_the_run_file_like_a_function(play, kit, tmp_path, monkeypatch):
+    (tmp_path / "politeness.py").write_text(
+        "from environments.rewards import Matches, Rewards\n"
+        "def correct(payload, text):\n"
+        "    return float(payload['answer'] in text)\n"
+        "REWARD = Rewards({'correct': correct, 'digits': Matches('[0-9]+')}, {'digits': 0.25})\n"
+    )
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(f'{{"question": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(10, 40))
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"tasks": "sums.jsonl", "reward": "politeness:REWARD"}
+    spec = load_environment(EnvironmentSettings(name="environments.verifiable:verifiable", options=options), 0)
+    payload = spec.tasks.task(0)
+    client = kit.Speaker(lambda session, turn: payload["answer"])
+    episode = asyncio.run(play(client, spec).run(Task("run", 0, payload=payload), 0))
+    assert (episode.reward_parts, episode.success) == ({"correct": 1.0, "digits": 0.25}, True)
 
 
 def test_a_judge_refuses_settings_that_cannot_work():
