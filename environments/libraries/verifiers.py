@@ -71,6 +71,10 @@ class Verifiers:
         object.__setattr__(self, "tasks", task_list(payloads, seed=self.seed, key="key"))
         object.__setattr__(self, "_scorers", _Scorers(self))
 
+    def prepare(self) -> None:
+        """Start the scoring processes, which import the library for some seconds; blocks."""
+        self._scorers.start()
+
     def make(self) -> VerifiersEnvironment:
         return VerifiersEnvironment(self, self._scorers)
 
@@ -152,6 +156,14 @@ class _Scorers:
         self._places = asyncio.Semaphore(spec.scoring_processes)
         self._idle: list[_Scorer] = []
 
+    def start(self) -> None:
+        """All of them. Raises RuntimeError if one cannot load the taskset."""
+        scorers = [_Scorer(self._spec) for _ in range(self._spec.scoring_processes - len(self._idle))]
+        for scorer in scorers:
+            if "error" in (answer := scorer.begin()):
+                raise RuntimeError(f"a scoring process cannot load the taskset: {answer['error']}")
+        self._idle += scorers
+
     async def score(self, request: Mapping[str, Any]) -> Any:
         """Raises RuntimeError if the process ends meanwhile; it is replaced."""
         if self._loop is not asyncio.get_running_loop():
@@ -178,15 +190,19 @@ class _Scorer:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
-        self._first: Mapping[str, Any] | None = {"taskset": spec.taskset, "config": dict(spec.config)}
+        self._taskset = {"taskset": spec.taskset, "config": dict(spec.config)}
+        self._begun = False
+
+    def begin(self) -> Any:
+        """Have it load the taskset; harmless if it has. Blocks. Raises RuntimeError if the process ends."""
+        answer = {} if self._begun else self._exchange(self._taskset)
+        self._begun = "error" not in answer
+        return answer
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """What the process answers. Blocks. Raises RuntimeError if it ends."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            if "error" in (answer := self._exchange(first)):
-                return answer
-        return self._exchange(request)
+        answer = self.begin()
+        return answer if "error" in answer else self._exchange(request)
 
     def _exchange(self, request: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None

@@ -17,6 +17,7 @@ def spec(play, monkeypatch):
 
 
 def test_rewards_metrics_and_prompt_are_the_tasks(play, spec):
+    spec.prepare()  # as a worker does before its first episode
     payload = spec.tasks.task(0)
     answer = payload["data"]["answer"]
     right = play(spec, [f"It is \\boxed{{{answer}}}."], payload=payload)
