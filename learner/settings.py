@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from policy.settings import Quantization, Remat
+from policy.settings import Remat
 
 
 class StalenessPolicy(StrEnum):
@@ -72,9 +72,6 @@ class LearnerSettings:
     """Rows of one bucket that one compiled call computes."""
     remat: Remat = Remat.ATTENTION
     """What the backward pass computes again instead of keeping it in memory."""
-    quantize: Quantization = Quantization.NONE
-    """How the learner holds the base's projections: `none` (as model.dtype says), `int8`, `int4` or `nf4` (QLoRA).
-    Norms, biases and embeddings stay as they are, and so does the workers' base; see docs/quantization.md."""
     publish_interval_s: float | None = None
     """Least seconds between two published adapters. Left out: 0 for a folder and 1 for gs://, which allows no more."""
     keep_adapters: int = 4

@@ -114,7 +114,7 @@ def make_trainer(spec: LearnerSpec, model: LoadedModel) -> Trainer:
         max_kept=spec.max_kept,
         seed=spec.seed,
         remat=spec.learner.remat,
-        quantize=spec.learner.quantize,
+        quantize=spec.model.quantize,
         sharding=spec.sharding,
         advantages=spec.advantages,
         epochs=spec.learner.epochs,

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=("none", "int8", "int4", "nf4"),
-        help="how the base's projections are held: as learner.quantize, none being bfloat16 (default: the run file's, "
+        help="how the base's projections are held: as model.quantize, none being bfloat16 (default: the run file's, "
         "else none)",
     )
     parser.add_argument(
@@ -96,8 +96,7 @@ def _from_file(args: argparse.Namespace) -> LoraSettings | None:
 
     A mesh of one device is none: `[sharding]` left out asks for a search.
     """
-    import dataclasses
-
+    from learner.sharding import MESH_AXES
     from pipelines.config import load_run
 
     run = load_run(args.file, args.set)
@@ -105,9 +104,9 @@ def _from_file(args: argparse.Namespace) -> LoraSettings | None:
     args.bucket = run.packing.buckets[-1] if args.bucket is None else args.bucket
     args.rows = run.learner.rows_per_call if args.rows is None else args.rows
     args.remat = args.remat or run.learner.remat.value
-    args.quantize = args.quantize or run.learner.quantize.value
+    args.quantize = args.quantize or run.model.quantize.value
     if args.mesh is None and run.sharding.devices > 1:
-        args.mesh = ",".join(f"{name}={size}" for name, size in dataclasses.asdict(run.sharding).items())
+        args.mesh = ",".join(f"{axis}={getattr(run.sharding, axis)}" for axis in MESH_AXES)
     return run.lora if args.lora_rank is None else None
 
 
@@ -248,16 +247,15 @@ def _run_file(plan: Plan, mesh: ShardingSettings) -> str:
     from learner.sharding import MESH_AXES
 
     axes = ", ".join(f"sharding.{name} = {getattr(mesh, name)}" for name in MESH_AXES if getattr(mesh, name) > 1)
-    quantized = "" if plan.quantize == "none" else f', learner.quantize = "{plan.quantize}"'
+    quantized = "" if plan.quantize == "none" else f', model.quantize = "{plan.quantize}"'
     return f'{axes or "no [sharding]"}, learner.rows_per_call = {plan.rows}, learner.remat = "{plan.remat}"{quantized}'
 
 
 def _json(
     args: argparse.Namespace, plan: Plan, figures: Figures, guess: Figures, remedies: list[str]
 ) -> dict[str, Any]:
-    import dataclasses
-
     from learner.planning import GIB
+    from learner.sharding import MESH_AXES
 
     topology = plan.topology
     products, memory, collectives = figures.seconds(topology)
@@ -265,7 +263,7 @@ def _json(
         "fits": figures.fits(topology),
         "peak_gib_per_device": round(figures.peak_bytes / GIB, 3),
         "hbm_gib_per_device": topology.chip.memory_gib,
-        "mesh": dataclasses.asdict(figures.mesh),
+        "mesh": {axis: getattr(figures.mesh, axis) for axis in MESH_AXES},
         "compile_s": None if figures.compile_s is None else round(figures.compile_s, 1),
         "step_s_roofline": None if figures.refused else round(figures.roofline_s(topology), 4),
         "source": figures.source.value,

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from policy.settings import Quantization
 
@@ -101,6 +102,13 @@ def quantize(matrix: Array, format: Quantization) -> Quantized:
         codes = sum((units > middle).astype(jnp.uint8) for middle in middles)
     low, high = jnp.split(codes, 2, axis=1)
     return Quantized((low | high << 4).reshape(-1, outputs), scales, format)
+
+
+def rounded(matrix: NDArray[Any], format: Quantization) -> NDArray[Any]:
+    """The matrix [I, O] that the codes of this one stand for, in its type."""
+    if format is Quantization.NONE:
+        return matrix
+    return np.asarray(quantize(jnp.asarray(matrix), format).dense(matrix.dtype))
 
 
 def block_of(inputs: int, format: Quantization) -> int:

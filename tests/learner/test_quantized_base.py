@@ -122,3 +122,17 @@ def test_from_disk_it_is_the_same_base(tmp_path):
     assert jax.tree.structure(loaded) == jax.tree.structure(put)
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(put), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_workers_base_is_what_the_learners_codes_stand_for(tmp_path, format):
+    save_model(tmp_path, CONFIG, random_params())
+    weights = load_model(ModelSettings(str(tmp_path), quantize=format)).weights
+    learners = dense(Sharding(ShardingSettings()).load_params(weights, format))
+    fused = weights.fused()
+    for i, layer in enumerate(weights.unrolled()["layers"]):
+        for name, array in layer.items():
+            np.testing.assert_array_equal(array, learners["layers"][name][i])
+        members = [layer[name].T for name in ("gate_proj", "up_proj")]
+        np.testing.assert_array_equal(fused["layers"][i]["gate_up_proj"], np.concatenate(members))
+    np.testing.assert_array_equal(fused["embed"], learners["embed"])
