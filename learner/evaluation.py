@@ -7,10 +7,12 @@ time comes in, the tasks to publish go out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from learner.estimates import Estimate, estimates
 from learner.settings import EvaluationSettings
 from trajectories.schema import End, Episode, Kind, Task, Version, end_of, group_key
 
@@ -20,7 +22,7 @@ GREEDY_TEMPERATURE = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Successes among answered questions."""
+    """Successes among answered questions; one that is asked several times counts as often."""
 
     successes: int
     answered: int
@@ -50,6 +52,8 @@ class EvaluationReport:
     greedy: Rate
     """At temperature 0."""
     seconds: float
+    pass_at: tuple[Estimate, ...] = ()
+    """pass@k of the sampled answers, by k."""
 
     @property
     def step(self) -> int:
@@ -65,6 +69,7 @@ class EvaluationReport:
             "sampled": rate(self.sampled),
             "greedy": rate(self.greedy),
             "seconds": self.seconds,
+            "pass_at": [dataclasses.asdict(estimate) for estimate in self.pass_at],
         }
 
     @classmethod
@@ -74,6 +79,7 @@ class EvaluationReport:
             Rate(*(int(number) for number in content["sampled"])),
             Rate(*(int(number) for number in content["greedy"])),
             float(content["seconds"]),
+            tuple(Estimate(**estimate) for estimate in content.get("pass_at", ())),
         )
 
 
@@ -127,7 +133,7 @@ class Evaluation:
         self._run_id, self._settings, self._version = run_id, settings, version
         self._first_id = first_id
         self._questions = [
-            *(_Question(payload, SAMPLED_TEMPERATURE) for payload in payloads),
+            *(_Question(payload, SAMPLED_TEMPERATURE) for payload in payloads for _ in range(settings.samples)),
             *(_Question(payload, GREEDY_TEMPERATURE) for payload in payloads[: settings.greedy]),
         ]
         self._began_at = self._active_at = now
@@ -202,7 +208,20 @@ class Evaluation:
 
     def report(self, now: float) -> EvaluationReport:
         return EvaluationReport(
-            str(self._version), self._rate(SAMPLED_TEMPERATURE), self._rate(GREEDY_TEMPERATURE), now - self._began_at
+            str(self._version),
+            self._rate(SAMPLED_TEMPERATURE),
+            self._rate(GREEDY_TEMPERATURE),
+            now - self._began_at,
+            self._pass_at(),
+        )
+
+    def _pass_at(self) -> tuple[Estimate, ...]:
+        asked = [question for question in self._questions if question.temperature == SAMPLED_TEMPERATURE]
+        samples = self._settings.samples
+        groups = [asked[start : start + samples] for start in range(0, len(asked), samples)]
+        return estimates(
+            [sum(one.success is not None for one in group) for group in groups],
+            [sum(one.success is True for one in group) for group in groups],
         )
 
     def _rate(self, temperature: float) -> Rate:

@@ -707,8 +707,9 @@ class Loop:
         p = self._p
         payloads = p.tasks.eval_tasks(p.evaluation.questions)
         when = f" {label}" if self._settings.steps else ""
+        often = f" {p.evaluation.samples} times" if p.evaluation.samples > 1 else ""
         p.say(
-            f"evaluation{when}: {len(payloads)} held-out questions sampled and {p.evaluation.greedy} greedy, "
+            f"evaluation{when}: {len(payloads)} held-out questions sampled{often} and {p.evaluation.greedy} greedy, "
             f"with version {version}"
         )
         first_id = (p.incarnation * EVALUATIONS + self._evaluations_begun) * EVAL_IDS

@@ -136,7 +136,9 @@ class EvaluationSettings:
     """Section [evaluation] of the run file: held-out questions, asked before, during and after training."""
 
     questions: int = 128
-    """Held-out questions, each asked once at temperature 1; 0 turns evaluation off."""
+    """Held-out questions, asked at temperature 1; 0 turns evaluation off."""
+    samples: int = 1
+    """Times each of them is asked so; pass@k is told for k up to it."""
     greedy_questions: int | None = None
     """The first so many of them are also asked at temperature 0. Left out: all."""
     before: bool = True
@@ -154,7 +156,7 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         _at_least(self, 0, "0 turns evaluation off", "questions")
         _at_least(self, 0, "0 evaluates before and after training alone", "every_steps")
-        _at_least(self, 1, "a question is asked at least once", "attempts")
+        _at_least(self, 1, "a question is asked at least once", "attempts", "samples")
         _positive_seconds(self, "deadline_s")
         if self.greedy_questions is not None and not 0 <= self.greedy_questions <= self.questions:
             raise ValueError(

@@ -105,6 +105,12 @@ def _add_eval(commands: Any) -> None:
         metavar="FOLDER",
         help="an adapter in PEFT layout, such as RUN/latest/adapters/<version> (default: the base model)",
     )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="ask each question N times at temperature 1, for pass@k up to k = N (default: evaluation.samples)",
+    )
     _add_stack_arguments(parser, resumable=False, out="runs/<name>-eval")
     parser.set_defaults(handler=_evaluate)
 
@@ -306,6 +312,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from pipelines.config import load_run
 
     only = ["learner.steps=0", "evaluation.before=true", "evaluation.after=false"]
+    only += [] if args.samples is None else [f"evaluation.samples={args.samples}"]
     # The resolved file of another run names its storage, lease and checkpoints: no business of an evaluation.
     run = dataclasses.replace(load_run(args.file, [*_overrides(args), *only]), storage="")
     if args.dry_run:

@@ -137,6 +137,9 @@ def evaluation_words(summary: Mapping[str, Any], what: str) -> str:
         more = f"; {rest[0]} truncated" if any(rest) else ""
         more += f"; {unanswered} questions without an answer are not counted" if unanswered else ""
         lines.append(f"    {name:8} {rate}{more}" if answered or unanswered else f"    {name:8} not asked")
+    for one in found.get("pass_at", ()):
+        bounds = f"95 %: {one['low']:.3f} to {one['high']:.3f}"
+        lines.append(f"    pass@{one['k']:<3} {one['value']:.3f}  ({bounds}, over {one['questions']} questions)")
     return "\n".join(lines)
 
 

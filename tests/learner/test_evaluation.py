@@ -6,6 +6,7 @@ import numpy as np
 
 from learner.evaluation import Evaluation, EvaluationReport, Rate, best_first
 from learner.settings import EvaluationSettings
+from pipelines.report import evaluation_words
 from trajectories.schema import Episode, Kind, Status, Task, Version, VersionSpan
 
 VERSION = Version(3, 2)
@@ -50,6 +51,25 @@ def test_every_question_is_asked_sampled_and_greedy_of_the_pinned_version() -> N
     report = evaluation.report(5.0)
     assert (report.sampled.value, report.greedy.value, report.seconds) == (0.5, 1.0, 5.0)
     assert EvaluationReport.from_json(report.to_json()) == report
+
+
+def test_samples_of_a_question_are_tasks_of_their_own_and_give_pass_at_k() -> None:
+    evaluation, tasks = begun(samples=3, greedy_questions=1)
+    assert [(task.payload["q"], task.temperature) for task in tasks] == [*[(0, 1.0)] * 3, *[(1, 1.0)] * 3, (0, 0.0)]
+    assert len({task.key for task in tasks}) == 7
+    for task, success in zip(tasks, (True, False, False, False, False, False, True), strict=True):
+        evaluation.answer(answer(task, success), 1.0)
+    report = evaluation.report(5.0)
+    assert (report.sampled, report.greedy) == (Rate(1, 6, 0), Rate(1, 1, 0))
+    assert [(one.k, round(one.value, 6), one.questions) for one in report.pass_at] == [
+        (1, round(1 / 6, 6), 2),
+        (2, round(1 / 3, 6), 2),
+        (3, 0.5, 2),
+    ]
+    assert EvaluationReport.from_json(report.to_json()) == report
+    assert "pass@2   0.333  (95 %: 0.000 to 0.667, over 2 questions)" in evaluation_words(
+        {"evaluation_before": report.to_json()}, "it"
+    )
 
 
 def test_the_best_by_sampled_then_greedy_success_then_the_newest() -> None:
