@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 RESAMPLES = 2000
+AT_ONCE = 100
+"""Of them in one array of indices, which bounds its size."""
 CONFIDENCE = 0.95
 
 
@@ -47,6 +49,7 @@ def estimates(answers_Q: Sequence[int], successes_Q: Sequence[int]) -> tuple[Est
 def _estimate(k: int, answers_Q: Sequence[int], successes_Q: Sequence[int]) -> Estimate:
     chances_Q = np.array([pass_at_k(n, c, k) for n, c in zip(answers_Q, successes_Q, strict=True) if n >= k])
     rng, count = np.random.default_rng(0), len(chances_Q)
-    means = np.array([chances_Q[rng.integers(count, size=count)].mean() for _ in range(RESAMPLES)])
+    drawn = (chances_Q[rng.integers(count, size=(AT_ONCE, count))] for _ in range(RESAMPLES // AT_ONCE))
+    means = np.concatenate([some.mean(axis=1) for some in drawn])
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Estimate(k, float(chances_Q.mean()), float(low), float(high), count)
