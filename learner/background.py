@@ -122,8 +122,11 @@ class Crashed:
 class Device:
     """Compiles once, then runs the steps it is given, one after another."""
 
-    def __init__(self, trainer: StepRunner, inbox: Inbox, clock: Callable[[], float]) -> None:
-        self._trainer, self._inbox, self._clock = trainer, inbox, clock
+    def __init__(
+        self, trainer: StepRunner, inbox: Inbox, clock: Callable[[], float], *, will_train: bool = True
+    ) -> None:
+        """Without steps to come (`will_train`) nothing is compiled."""
+        self._trainer, self._inbox, self._clock, self._will_train = trainer, inbox, clock, will_train
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._interrupted = threading.Event()
         self._drained = threading.Event()
@@ -154,7 +157,7 @@ class Device:
 
     def _run(self) -> None:
         try:
-            seconds = self._trainer.compile()
+            seconds = self._trainer.compile() if self._will_train else 0.0
             self._inbox(Compiled(seconds, self._trainer.compiles))
             while (work := self._next()) is not None:
                 self._step(work)

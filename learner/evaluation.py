@@ -8,13 +8,15 @@ time comes in, the tasks to publish go out.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from learner.estimates import Estimate, estimates
+from learner.results import NOTHING_ASKED, Figures, Result, digest, figures, of_episode
 from learner.settings import EvaluationSettings
-from trajectories.schema import End, Episode, Kind, Task, Version, end_of, group_key
+from trajectories.schema import End, Episode, Kind, Task, Version, group_key
 
 SAMPLED_TEMPERATURE = 1.0
 GREEDY_TEMPERATURE = 0.0
@@ -54,6 +56,8 @@ class EvaluationReport:
     seconds: float
     pass_at: tuple[Estimate, ...] = ()
     """pass@k of the sampled answers, by k."""
+    sampled_figures: Figures = NOTHING_ASKED
+    greedy_figures: Figures = NOTHING_ASKED
 
     @property
     def step(self) -> int:
@@ -70,6 +74,8 @@ class EvaluationReport:
             "greedy": rate(self.greedy),
             "seconds": self.seconds,
             "pass_at": [dataclasses.asdict(estimate) for estimate in self.pass_at],
+            "sampled_figures": dataclasses.asdict(self.sampled_figures),
+            "greedy_figures": dataclasses.asdict(self.greedy_figures),
         }
 
     @classmethod
@@ -80,6 +86,10 @@ class EvaluationReport:
             Rate(*(int(number) for number in content["greedy"])),
             float(content["seconds"]),
             tuple(Estimate(**estimate) for estimate in content.get("pass_at", ())),
+            *(
+                Figures.from_json(content[name]) if name in content else NOTHING_ASKED
+                for name in ("sampled_figures", "greedy_figures")
+            ),
         )
 
 
@@ -99,6 +109,10 @@ def best_first(reports: Iterable[EvaluationReport]) -> list[EvaluationReport]:
 
 @dataclass
 class _Question:
+    number: int
+    """Its place among the held-out questions."""
+    sample: int
+    """Which of the times that it is asked at this temperature."""
     payload: Mapping[str, Any]
     temperature: float
     attempt: int = -1
@@ -106,15 +120,14 @@ class _Question:
     asked_at: float = 0.0
     again: bool = True
     """Whether it has to be asked (again)."""
-    success: bool | None = None
-    truncated: bool = False
+    result: Result | None = None
     given_up: bool = False
     losses: int = 0
     """Times it was asked again without a new attempt."""
 
     @property
     def open(self) -> bool:
-        return self.success is None and not self.given_up
+        return self.result is None and not self.given_up
 
 
 class Evaluation:
@@ -128,14 +141,23 @@ class Evaluation:
         version: Version,
         first_id: int,
         now: float,
+        *,
+        any_incarnation: bool = False,
     ) -> None:
-        """`first_id` and the ids after it must belong to no other evaluation of the run."""
+        """`first_id` and the ids after it must belong to no other evaluation of the run. `any_incarnation`: versions of
+        the same step are the same policy, whoever published them."""
         self._run_id, self._settings, self._version = run_id, settings, version
-        self._first_id = first_id
+        self._first_id, self._any_incarnation = first_id, any_incarnation
         self._questions = [
-            *(_Question(payload, SAMPLED_TEMPERATURE) for payload in payloads for _ in range(settings.samples)),
-            *(_Question(payload, GREEDY_TEMPERATURE) for payload in payloads[: settings.greedy]),
+            _Question(number, sample, payload, SAMPLED_TEMPERATURE)
+            for number, payload in enumerate(payloads)
+            for sample in range(settings.samples)
         ]
+        self._questions += [
+            _Question(number, 0, payload, GREEDY_TEMPERATURE)
+            for number, payload in enumerate(payloads[: settings.greedy])
+        ]
+        self._failures: defaultdict[float, Counter[str]] = defaultdict(Counter)
         self._began_at = self._active_at = now
 
     @property
@@ -148,7 +170,7 @@ class Evaluation:
 
     @property
     def answered(self) -> int:
-        return sum(question.success is not None for question in self._questions)
+        return sum(question.result is not None for question in self._questions)
 
     @property
     def asked(self) -> int:
@@ -177,20 +199,47 @@ class Evaluation:
                 temperature=question.temperature,
             )
 
-    def answer(self, episode: Episode, now: float) -> bool:
-        """Take an eval result; False if it is not of this evaluation, or repeats an answer."""
+    def answer(self, episode: Episode, now: float) -> Result | None:
+        """Take an eval result; None if it is not of this evaluation, or repeats an answer."""
         question = self._question(episode.group_id)
         if question is None or not question.open:
-            return False
+            return None
         self._active_at = now
-        foreign = any(span.version != self._version for span in episode.version_spans)
-        if episode.status.failed or foreign:
+        result = of_episode(episode, question.number, question.sample, question.temperature, question.payload)
+        foreign = any(self._foreign(span.version) for span in episode.version_spans)
+        self._take(question, result, foreign)
+        return result
+
+    def go_on(self, ended: Iterable[Result]) -> int:
+        """Take what ended in an earlier life that asked the same; returns how many.
+
+        Raises ValueError for a result of another question.
+        """
+        taken = 0
+        for result in ended:
+            question = self._question(result.group_id)
+            known = None if question is None else (question.number, question.sample, question.temperature)
+            if question is None or known != (result.question, result.sample, result.temperature):
+                raise ValueError(f"{result.episode_id} is no episode of this evaluation")
+            if digest(question.payload) != result.payload:
+                raise ValueError(f"held-out question {result.question} was another when {result.episode_id} ended")
+            if question.open:
+                question.attempt = max(question.attempt, result.attempt)
+                self._take(question, result, bool(result.version) and self._foreign(Version.parse(result.version)))
+                taken += 1
+        return taken
+
+    def _foreign(self, version: Version) -> bool:
+        return version.step != self._version.step or (version != self._version and not self._any_incarnation)
+
+    def _take(self, question: _Question, result: Result, foreign: bool) -> None:
+        if result.status.failed or foreign:
             # Only the newest attempt's failure asks again: an older one's repeat is under way.
-            question.again = question.again or episode.attempt >= question.attempt
+            question.again = question.again or result.attempt >= question.attempt
         else:
-            question.success = episode.success
-            question.truncated = end_of(episode.status, episode.success) is End.TRUNCATED
-        return True
+            question.result = result
+        if result.status.failed:
+            self._failures[question.temperature][str(result.status)] += 1
 
     def lost(self, keys: Iterable[str], *, alone: bool = False) -> None:
         """Ask again what a dead worker held; if it was `alone`, also the rest: it may have read any of it.
@@ -213,25 +262,36 @@ class Evaluation:
             self._rate(GREEDY_TEMPERATURE),
             now - self._began_at,
             self._pass_at(),
+            self._figures(SAMPLED_TEMPERATURE),
+            self._figures(GREEDY_TEMPERATURE),
         )
 
     def _pass_at(self) -> tuple[Estimate, ...]:
-        asked = [question for question in self._questions if question.temperature == SAMPLED_TEMPERATURE]
-        samples = self._settings.samples
+        asked, samples = self._results(SAMPLED_TEMPERATURE), self._settings.samples
         groups = [asked[start : start + samples] for start in range(0, len(asked), samples)]
         return estimates(
-            [sum(one.success is not None for one in group) for group in groups],
-            [sum(one.success is True for one in group) for group in groups],
+            [sum(one is not None for one in group) for group in groups],
+            [sum(one is not None and one.success for one in group) for group in groups],
         )
 
     def _rate(self, temperature: float) -> Rate:
-        asked = [question for question in self._questions if question.temperature == temperature]
+        asked = self._results(temperature)
+        answers = [result for result in asked if result is not None]
         return Rate(
-            successes=sum(question.success is True for question in asked),
-            answered=sum(question.success is not None for question in asked),
-            unanswered=sum(question.success is None for question in asked),
-            truncated=sum(question.truncated for question in asked),
+            successes=sum(answer.success for answer in answers),
+            answered=len(answers),
+            unanswered=len(asked) - len(answers),
+            truncated=sum(answer.end is End.TRUNCATED for answer in answers),
         )
+
+    def _figures(self, temperature: float) -> Figures:
+        asked = self._results(temperature)
+        answers = [result for result in asked if result is not None]
+        return figures(answers, len(asked) - len(answers), self._failures[temperature])
+
+    def _results(self, temperature: float) -> list[Result | None]:
+        """Of the questions at that temperature, in order."""
+        return [question.result for question in self._questions if question.temperature == temperature]
 
     def _question(self, group_id: int) -> _Question | None:
         index = group_id - self._first_id

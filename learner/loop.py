@@ -41,6 +41,7 @@ from learner.metrics import (
     step_line,
     time_bucket,
 )
+from learner.results import Results
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.subscriber import PAYLOAD_BYTES, Arrival, Outbox, PublishFailed
 from learner.summary import Facts, advice, books, evaluation_progress, missing, sizing, summarise
@@ -137,6 +138,8 @@ class Parts:
     adapters_url: str = ""
     """Folder or gs:// prefix of the published adapters, each in a folder named by its version."""
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
+    results: Results | None = None
+    """Of a run that only evaluates once, in this life or another: what ended before is not asked again."""
 
 
 class Loop:
@@ -413,7 +416,8 @@ class Loop:
                 self._buffer.put_back(work.chosen)
             case bg.Compiled(seconds=seconds, compiles=compiles):
                 self._compiles, self._progress_at = compiles, self._now
-                self._p.say(f"compiled {len(self._p.buckets)} bucket(s) in {seconds:.1f} s")
+                if self._settings.steps:
+                    self._p.say(f"compiled {len(self._p.buckets)} bucket(s) in {seconds:.1f} s")
             case bg.Published(version=version):
                 self._published = version
                 self._evaluable = self._evaluable or version == self._tally.evaluating
@@ -502,8 +506,11 @@ class Loop:
 
     def _on_result(self, episode: Episode) -> None:
         evaluation = self._evaluation
-        if evaluation is None or not evaluation.answer(episode, self._now):
+        result = evaluation.answer(episode, self._now) if evaluation is not None else None
+        if evaluation is None or result is None:
             return
+        if self._p.results is not None:
+            self._p.results.append(result)
         self._progress_at = self._now
         if evaluation.answered <= EVAL_SAMPLES:
             during = evaluation.version == self._tally.evaluating
@@ -712,9 +719,19 @@ class Loop:
             f"evaluation{when}: {len(payloads)} held-out questions sampled{often} and {p.evaluation.greedy} greedy, "
             f"with version {version}"
         )
-        first_id = (p.incarnation * EVALUATIONS + self._evaluations_begun) * EVAL_IDS
-        self._evaluations_begun += 1
-        return Evaluation(p.run_id, p.evaluation, payloads, version, first_id, self._now)
+        if p.results is None:
+            first_id = (p.incarnation * EVALUATIONS + self._evaluations_begun) * EVAL_IDS
+            self._evaluations_begun += 1
+            return Evaluation(p.run_id, p.evaluation, payloads, version, first_id, self._now)
+        # Seeds follow from ids, so ids are those of every life; nothing trains, so a step has one policy.
+        evaluation = Evaluation(p.run_id, p.evaluation, payloads, version, 0, self._now, any_incarnation=True)
+        try:
+            taken = evaluation.go_on(p.results.ended)
+        except ValueError as error:
+            raise ValueError(f"{p.results.path} cannot be gone on with: {error}; choose another folder") from error
+        if taken:
+            p.say(f"{taken} of its episodes ended before and are taken from {p.results.path}")
+        return evaluation
 
     def _evaluate_meanwhile(self) -> None:
         """Begin what is due once its adapter is published, and go on with what has begun."""

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ from learner.ledger import Ledger
 from learner.loop import Ending, Interrupt, Loop, Parts
 from learner.losses import LossSettings
 from learner.metrics import Journal, Tally
+from learner.results import Results
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.sharding import ShardingSettings
 from learner.step import OptimizerSettings, Trainer
@@ -129,6 +130,7 @@ def train(
     folder: Path,
     *,
     adapter: str | None = None,
+    results: Path | None = None,
     stop: threading.Event | None = None,
     crew: Crew | None = None,
     say: Callable[[str], None] = say_aloud,
@@ -136,15 +138,24 @@ def train(
     """Train until a stop rule holds; returns the exit status (see `EXIT_STATUS`).
 
     `folder` gets summary.json, metrics.jsonl, samples.jsonl and dead_letters.jsonl. `adapter` (folder or gs://, PEFT
-    layout) replaces the fresh adapter of a run without checkpoints. `crew` are the hosts that follow this one, if there
-    are several. The run ends early when `stop` is set, on SIGINT and on SIGTERM.
+    layout) replaces the fresh adapter of a run without checkpoints. `results` is where a run that only evaluates, once,
+    writes each ended episode, and from where it takes those that ended in an earlier life. `crew` are the hosts that
+    follow this one, if there are several. The run ends early when `stop` is set, on SIGINT and on SIGTERM.
 
     Raises what made it impossible to begin or to go on: ModelError, CheckpointError, ... (ValueError: no restart would
     mend it).
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with _interrupts(inbox, stop):
-        return _train(spec, tasks, folder, adapter, crew, inbox, say)
+        if results is None:
+            return _train(spec, tasks, folder, adapter, None, crew, inbox, say)
+        if spec.learner.steps or not spec.evaluation.before or spec.evaluation.after:
+            raise ValueError(
+                "results are kept of a run that evaluates once and does not train: learner.steps must be 0, "
+                "evaluation.before true and evaluation.after false"
+            )
+        with closing(Results(results, spec.seed, say)) as file:
+            return _train(spec, tasks, folder, adapter, file, crew, inbox, say)
 
 
 def leave(status: int) -> NoReturn:
@@ -162,6 +173,7 @@ def _train(
     tasks: TaskSource,
     folder: Path,
     adapter: str | None,
+    results: Results | None,
     crew: Crew | None,
     inbox: queue.SimpleQueue[Any],
     say: Callable[[str], None],
@@ -187,7 +199,7 @@ def _train(
     outbox = Outbox(spec.topics, publisher_client(), inbox.put)
     lease_s = 10 * spec.checkpoints.every_s
     subscriber = Subscriber(spec.topics, outbox, inbox.put, clock, max_lease_s=lease_s)
-    device = Device(trainer, inbox.put, clock)
+    device = Device(trainer, inbox.put, clock, will_train=spec.learner.steps > 0)
     store = AdapterStore(storage, model.config, spec.lora, base_model=model.base_model)
     if tally.evaluating is not None and tally.evaluating not in store.versions():
         tally.evaluating = None  # the crash came before it was published: the next step is evaluated instead
@@ -226,6 +238,7 @@ def _train(
             alarms=spec.alarms,
             failures=spec.failures.make(),
             pool=pool,
+            results=results,
         )
     )
     try:

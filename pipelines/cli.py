@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.attempts import Attempt
+    from pipelines.attempts import Attempt, Ended
     from pipelines.config import Run
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -97,7 +97,9 @@ def _add_run(commands: Any) -> None:
 
 def _add_eval(commands: Any) -> None:
     parser = commands.add_parser(
-        "eval", help="measure held-out success of a run file's model, with or without an adapter"
+        "eval",
+        help="measure held-out success of a run file's model, with or without an adapter",
+        description="Ask held-out questions of a run file's model. The same command goes on with what was interrupted.",
     )
     parser.add_argument("file", help="the run file (TOML)")
     parser.add_argument(
@@ -111,7 +113,7 @@ def _add_eval(commands: Any) -> None:
         metavar="N",
         help="ask each question N times at temperature 1, for pass@k up to k = N (default: evaluation.samples)",
     )
-    _add_stack_arguments(parser, resumable=False, out="runs/<name>-eval")
+    _add_stack_arguments(parser, resumable=False, out="runs/<name>-eval, or runs/<name>-eval-<the adapter's folder>")
     parser.set_defaults(handler=_evaluate)
 
 
@@ -137,6 +139,12 @@ def _add_learner(commands: Any) -> None:
         help="where summary.json and metrics.jsonl go (default: beside the file; here, if that is on gs://)",
     )
     parser.add_argument("--adapter", help="start from this adapter: a folder or gs:// prefix in PEFT layout")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="of a run that only evaluates: a line for each ended episode; those in it are not asked again",
+    )
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
@@ -251,11 +259,26 @@ def _at_home(run: Run, attempt: Attempt) -> Run:
     return dataclasses.replace(run, storage=str(attempt.folder)) if own else run
 
 
-def _supervise(
-    out: Path, attempt: Attempt, args: argparse.Namespace, *, again: str = "", adapter: str | None = None
-) -> int:
-    """Run the attempt here and show what came of it; `again` is the command that would go on with it."""
+def _supervise(out: Path, attempt: Attempt, args: argparse.Namespace, *, again: str) -> int:
+    """Train the attempt here and show what came of it; `again` is the command that would go on with it."""
     from pipelines import report
+
+    ended = _run_stack(attempt, [])
+    summary = report.read_summary(attempt.folder)
+    if summary is None or ended.exit_status == 2:
+        print(f"what is left of it: {_shown(out)}")
+    else:
+        print(f"\n{report.how_it_ended(attempt, summary)}\n{report.summary_words(summary)}")
+        print(f"the run lies in    {attempt.folder.resolve()}\nlook at it         {_shown(out)}")
+    if ended.exit_status == 130:
+        print(f"go on with it      {again}")
+    if args.json:
+        print(json.dumps(summary))
+    return ended.exit_status
+
+
+def _run_stack(attempt: Attempt, learner_arguments: Sequence[str]) -> Ended:
+    """Run the attempt here, to its end."""
     from pipelines.attempts import Ended
     from pipelines.config import load_run
     from pipelines.local import LocalStack
@@ -268,7 +291,7 @@ def _supervise(
             stack = LocalStack(
                 attempt,
                 run.topics,
-                learner_arguments=["--adapter", adapter] if adapter else [],
+                learner_arguments=learner_arguments,
                 hosts=run.sharding.hosts,
             )
             ended = stack.run()
@@ -276,22 +299,7 @@ def _supervise(
             attempt.note_end(Ended(1, f"{type(error).__name__}: {error}"))
             raise
         attempt.note_end(ended)
-    summary = report.read_summary(attempt.folder)
-    if summary is None or ended.exit_status == 2:
-        print(f"what is left of it: {_shown(out)}")
-    elif again:
-        print(f"\n{report.how_it_ended(attempt, summary)}\n{report.summary_words(summary)}")
-        print(f"the run lies in    {attempt.folder.resolve()}\nlook at it         {_shown(out)}")
-    else:
-        print(f"\nthe evaluation lies in {attempt.folder.resolve()}")
-        print(
-            report.evaluation_words(summary, f"adapter {adapter}" if adapter else "the base model, without an adapter")
-        )
-    if again and ended.exit_status == 130:
-        print(f"go on with it      {again}")
-    if args.json:
-        print(json.dumps(summary))
-    return ended.exit_status
+    return ended
 
 
 def _invoked() -> list[str]:
@@ -308,8 +316,10 @@ def _shown(out: Path) -> str:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from pipelines import evaluations
     from pipelines.check import check_adapter
     from pipelines.config import load_run
+    from pipelines.report import evaluation_words, read_summary
 
     only = ["learner.steps=0", "evaluation.before=true", "evaluation.after=false"]
     only += [] if args.samples is None else [f"evaluation.samples={args.samples}"]
@@ -319,8 +329,25 @@ def _evaluate(args: argparse.Namespace) -> int:
         return _dry_run(run, args.adapter)
     if args.adapter is not None:
         check_adapter(run, args.adapter)
-    out = args.out or Path("runs") / f"{run.name}-eval"
-    return _supervise(out, _begin(run, out), args, adapter=args.adapter)
+    out = args.out or evaluations.default_folder(run.name, args.adapter)
+    results = evaluations.claim(out, evaluations.subject(run, args.adapter))
+    status, found = 0, evaluations.finished(out)
+    if found is None:
+        attempt = _begin(run, out)
+        options = ["--results", str(results.absolute()), *(["--adapter", args.adapter] if args.adapter else [])]
+        status = _run_stack(attempt, options).exit_status
+        found = read_summary(attempt.folder)
+        print(f"\nthe evaluation lies in {attempt.folder.resolve()}, each episode in {results}")
+    else:
+        print(f"this evaluation is finished and nothing was started; its episodes lie in {results}")
+    if found is not None and status != 2:
+        what = f"adapter {args.adapter}" if args.adapter else "the base model, without an adapter"
+        print(evaluation_words(found, what))
+    if status not in (0, 2):
+        print("the same command goes on with it: what has ended is not asked again")
+    if args.json:
+        print(json.dumps(evaluations.figures(found, args.adapter, results)))
+    return status
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -358,7 +385,14 @@ def _learner(args: argparse.Namespace) -> int:
     folder = args.folder or (Path() if args.run.startswith("gs://") else Path(args.run).absolute().parent)
     run = load_run(args.run)
     try:
-        status = run_learner(run, folder, adapter=args.adapter, coordinator=args.coordinator, host=args.host_id)
+        status = run_learner(
+            run,
+            folder,
+            adapter=args.adapter,
+            results=args.results,
+            coordinator=args.coordinator,
+            host=args.host_id,
+        )
     except SettingsError as error:
         print(f"headrace: {error}", file=sys.stderr)
         status = 2

@@ -43,9 +43,16 @@ def learner_spec(run: Run) -> LearnerSpec:
 
 
 def run_learner(
-    run: Run, folder: Path, *, adapter: str | None = None, coordinator: str | None = None, host: int | None = None
+    run: Run,
+    folder: Path,
+    *,
+    adapter: str | None = None,
+    results: Path | None = None,
+    coordinator: str | None = None,
+    host: int | None = None,
 ) -> int:
-    """Train a resolved run; summary.json and metrics.jsonl go to `folder`. Returns the exit status.
+    """Train a resolved run; summary.json and metrics.jsonl go to `folder`; `adapter` and `results` are those of
+    `learner.train`. Returns the exit status.
 
     Where several hosts train together (`sharding.hosts`), `coordinator` and `host` say which of them this is (see
     `learner.hosts.join`); those that follow do not return.
@@ -59,18 +66,18 @@ def run_learner(
     logging.getLogger("absl").setLevel(logging.WARNING)
     try:
         if run.sharding.hosts > 1:
-            return _run_host(run, folder, adapter, join(run.sharding.hosts, coordinator, host))
+            return _run_host(run, folder, adapter, results, join(run.sharding.hosts, coordinator, host))
         if coordinator is not None or host is not None:
             raise ValueError("--coordinator and --host-id are for several hosts, and sharding.hosts is 1")
         make_importable(run.code.path)
         tasks = load_environment(run.environment, run.seed).tasks
-        return train(learner_spec(run), tasks, folder, adapter=adapter)
+        return train(learner_spec(run), tasks, folder, adapter=adapter, results=results)
     except (ValueError, CheckpointError) as error:
         logging.exception("this run cannot be trained")
         raise SettingsError(str(error)) from error
 
 
-def _run_host(run: Run, folder: Path, adapter: str | None, seat: Seat) -> int:
+def _run_host(run: Run, folder: Path, adapter: str | None, results: Path | None, seat: Seat) -> int:
     spec = learner_spec(run)
     if not seat.owns:
         follow(seat, spec, lambda: make_trainer(spec, load_model(spec.model)))
@@ -79,7 +86,7 @@ def _run_host(run: Run, folder: Path, adapter: str | None, seat: Seat) -> int:
     try:
         make_importable(run.code.path)
         tasks = load_environment(run.environment, run.seed).tasks
-        status = train(spec, tasks, folder, adapter=adapter, crew=crew, stop=crew.interrupted)
+        status = train(spec, tasks, folder, adapter=adapter, results=results, crew=crew, stop=crew.interrupted)
     except (ValueError, CheckpointError):
         status = UNUSABLE
         raise

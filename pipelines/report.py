@@ -140,7 +140,27 @@ def evaluation_words(summary: Mapping[str, Any], what: str) -> str:
     for one in found.get("pass_at", ()):
         bounds = f"95 %: {one['low']:.3f} to {one['high']:.3f}"
         lines.append(f"    pass@{one['k']:<3} {one['value']:.3f}  ({bounds}, over {one['questions']} questions)")
+    for name in ("sampled", "greedy"):
+        figures = found.get(f"{name}_figures", {})
+        if sum(figures.get("ends", {}).values()):
+            lines += [f"    {name}", *(f"        {line}" for line in _figures(figures))]
     return "\n".join(lines)
+
+
+def _figures(figures: Mapping[str, Any]) -> list[str]:
+    """Ends, reward, lengths: `learner.results.Figures`, for people."""
+    lines = ["ends     " + ", ".join(f"{number} {end}" for end, number in figures["ends"].items())]
+    if figures["failures"]:
+        failed = ", ".join(f"{number} {status}" for status, number in figures["failures"].items())
+        lines.append(f"failures {failed}; each was asked again while attempts were left")
+    if figures["reward"] is not None:
+        parts = ", ".join(f"{name} {part:.3f}" for name, part in figures["parts"].items())
+        lines.append(f"reward   {figures['reward']:.3f}" + (f"  ({parts})" if parts else ""))
+    for name, label in (("tokens", "sampled tokens"), ("turns", "")):
+        if spread := figures[name]:
+            bounds = f"p50 {spread['p50']}, p90 {spread['p90']}, max {spread['max']}"
+            lines.append(f"{name:8} {bounds}" + (f"  ({label})" if label else ""))
+    return lines
 
 
 def steps_table(steps: Sequence[Mapping[str, Any]], count: int) -> str:

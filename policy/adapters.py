@@ -39,6 +39,8 @@ _LEASE = "lease.json"
 _FOLDER = "adapters"
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
+ADAPTER_FILES = (_CONFIG, _WEIGHTS)
+"""What an adapter in PEFT layout is made of."""
 _MANIFEST = "manifest.json"
 _ROOT = re.compile(r"base_model\.model\.(model\.language_model|language_model\.model|model)\.(?=layers\.)")
 """How a name in an adapter begins: of a text model, and of one that sees pictures too, by new and old transformers."""

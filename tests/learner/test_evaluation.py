@@ -3,8 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from learner.evaluation import Evaluation, EvaluationReport, Rate, best_first
+from learner.results import Result
 from learner.settings import EvaluationSettings
 from pipelines.report import evaluation_words
 from trajectories.schema import Episode, Kind, Status, Task, Version, VersionSpan
@@ -70,6 +72,51 @@ def test_samples_of_a_question_are_tasks_of_their_own_and_give_pass_at_k() -> No
     assert "pass@2   0.333  (95 %: 0.000 to 0.667, over 2 questions)" in evaluation_words(
         {"evaluation_before": report.to_json()}, "it"
     )
+
+
+def test_what_ended_before_is_not_asked_again_and_the_figures_are_the_same() -> None:
+    def outcome(task: Task) -> Episode:
+        failed = task.attempt == 0 and task.group_id % 3 == 0
+        status = Status.TIMEOUT if failed else Status.MAX_TURNS if task.group_id % 3 == 1 else Status.COMPLETED
+        return answer(task, task.group_id % 2 == 0, status)
+
+    def finish(evaluation: Evaluation, tasks: list[Task], results: list[Result]) -> EvaluationReport:
+        while tasks:
+            found = [evaluation.answer(outcome(task), 1.0) for task in tasks]
+            results += [result for result in found if result is not None]
+            tasks = list(evaluation.tasks(1.0))
+        assert evaluation.done
+        return evaluation.report(1.0)
+
+    options = {"samples": 2, "greedy_questions": 2}
+    whole: list[Result] = []
+    report = finish(*begun(4, **options), whole)
+    assert report.sampled_figures.failures == {"timeout": sum(result.status.failed for result in whole[:8])}
+    for cut in range(len(whole) + 1):
+        settings = EvaluationSettings(questions=4, **options)  # type: ignore[arg-type]
+        evaluation = Evaluation("r", settings, [{"q": index} for index in range(4)], VERSION, 1000, 0.0)
+        assert evaluation.go_on(whole[:cut]) == cut
+        rest: list[Result] = []
+        assert finish(evaluation, list(evaluation.tasks(0.0)), rest) == report
+        assert sorted(str(one) for one in rest) == sorted(str(one) for one in whole[cut:])
+
+    evaluation = Evaluation("r", settings, [{"q": index + 1} for index in range(4)], VERSION, 1000, 0.0)
+    with pytest.raises(ValueError, match=r"held-out question \d was another when"):
+        evaluation.go_on(whole)
+    with pytest.raises(ValueError, match="is no episode of this evaluation"):
+        begun(1)[0].go_on(whole)
+
+
+def test_a_version_of_another_incarnation_is_the_same_policy_only_where_that_is_known() -> None:
+    settings, other = (
+        EvaluationSettings(questions=1, greedy_questions=0),
+        Version(VERSION.step, VERSION.incarnation + 1),
+    )
+    for any_incarnation in (False, True):
+        evaluation = Evaluation("r", settings, [{}], VERSION, 0, 0.0, any_incarnation=any_incarnation)
+        (task,) = evaluation.tasks(0.0)
+        evaluation.answer(answer(task, version=other), 1.0)
+        assert evaluation.done is any_incarnation
 
 
 def test_the_best_by_sampled_then_greedy_success_then_the_newest() -> None:
