@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from environments.calculator import WordCalculator
+from policy.allocator import keep_freed_memory
 from policy.chat import load_chat
 from policy.client import SamplingParams
 from policy.files import SMOLLM2, find_model
@@ -51,6 +52,7 @@ def main() -> int:
     parser.add_argument("--no-episodes", action="store_true", help="leave the live episodes out (most of the time)")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    keep_freed_memory()
     if args.memory:
         print(json.dumps(memory()))
         return 0

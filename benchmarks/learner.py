@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -39,12 +40,15 @@ from learner.losses import LossSettings
 from learner.memory_fed import train_from_memory
 from learner.settings import LearnerSettings
 from learner.step import OptimizerSettings, PreparedStep, Trainer
+from policy.allocator import keep_freed_memory
 from policy.lora import LoraSettings
 from policy.settings import Remat
 from policy.transformer import ModelConfig, Params
 from trajectories.packing import bucket_of, pack
 from trajectories.schema import Closing, Episode, Pack, Row
 
+KEEPS_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""What `keep_freed_memory` does for this process, for the other side's."""
 ROOT = Path(__file__).resolve().parent.parent
 TUNIX_PYTHON = ROOT / ".venv-tunix" / "bin" / "python"
 LORA = LoraSettings(rank=8, alpha=16.0)
@@ -106,6 +110,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(PARTS), help="measure this part alone; repeatable")
     parser.add_argument("--tunix", type=Path, default=TUNIX_PYTHON, help="a Python with google-tunix")
     args = parser.parse_args()
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     result = measure(Workload(), args.pairs, args.only or list(PARTS), args.tunix)
     for name, value in result.items():
@@ -476,6 +481,7 @@ class Theirs:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, **KEEPS_FREED_MEMORY},
         )
         self._answer()
 

@@ -13,6 +13,7 @@ from learner.hosts import LOST, UNUSABLE, Crew, Seat, follow, join
 from learner.train import LearnerSpec, make_trainer, train
 from pipelines.config import Run
 from pipelines.settings import SettingsError
+from policy.allocator import keep_freed_memory
 from policy.weights import load_model
 
 
@@ -62,6 +63,7 @@ def run_learner(
     """
     if not run.run_id:
         raise SettingsError("the learner reads a resolved run: start one with `headrace run` or `headrace launch`")
+    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.WARNING)
     try:

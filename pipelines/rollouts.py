@@ -23,6 +23,7 @@ from apache_beam.options.pipeline_options import PipelineOptions, SetupOptions, 
 
 from pipelines.config import load_run
 from pipelines.direct_runner import ease
+from policy.allocator import keep_freed_memory
 from transforms.advantages import Advantages
 from transforms.dead_letters import DEAD, EVALUATED, VERDICTS
 from transforms.episodes import RunEpisodes, RuntimeFactory
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelines.rollouts", description="The rollout job of a run.")
     parser.add_argument("--run", required=True, help="path or gs:// address of the resolved run file")
     known, arguments = parser.parse_known_args(argv)
+    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Every annotation that is a string, as all of ours are, is worth a line to Beam; the stages declare their types.
     logging.getLogger("apache_beam.typehints").setLevel(logging.WARNING)

@@ -43,8 +43,10 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Raises SettingsError for what cannot be served."""
     from pipelines.settings import SettingsError
     from policy.adapters import AdapterError
+    from policy.allocator import keep_freed_memory
     from policy.serve import AddressError, ServeSettings, serve
 
+    keep_freed_memory()
     model, lora, sampling, storage = _what(args)
     key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
     if args.api_key_env and not key:

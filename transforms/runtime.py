@@ -18,6 +18,7 @@ from environments.environment import Prepared, load_environment
 from environments.orchestrator import RolloutOrchestrator
 from environments.user_code import make_importable
 from policy.adapters import AdapterStore, LatestAdapter, MissingAdapter
+from policy.allocator import keep_freed_memory
 from policy.chat import ChatFormat, load_chat
 from policy.client import PolicyError, SamplingClient, SamplingParams
 from policy.engine import Engine
@@ -59,6 +60,7 @@ class ProcessRuntime:
         with _LOCK:
             runtime = _RUNTIMES.get(self.spec.run_id)
             if runtime is None:
+                keep_freed_memory()
                 runtime = _RUNTIMES[self.spec.run_id] = RolloutRuntime(self.spec)
             return runtime
 
