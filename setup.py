@@ -44,6 +44,7 @@ setup(
             "pytest",
             "python-hcl2",
             "pytest-timeout",
+            "pytest-xdist>=3.8",
             "ruff",
             "setuptools>=75",
             "uv",
