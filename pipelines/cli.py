@@ -340,11 +340,11 @@ def _evaluate(args: argparse.Namespace) -> int:
         print(f"\nthe evaluation lies in {attempt.folder.resolve()}, each episode in {results}")
     else:
         print(f"this evaluation is finished and nothing was started; its episodes lie in {results}")
-    if found is not None and status != 2:
+    if found is not None and found["evaluation_before"] is not None:
         what = f"adapter {args.adapter}" if args.adapter else "the base model, without an adapter"
         print(evaluation_words(found, what))
-    if status not in (0, 2):
-        print("the same command goes on with it: what has ended is not asked again")
+    elif status != 2:
+        print(f"{evaluations.ended(results)} episodes have ended; the same command goes on with it")
     if args.json:
         print(json.dumps(evaluations.figures(found, args.adapter, results)))
     return status

@@ -81,6 +81,11 @@ def claim(out: Path, what: Mapping[str, Any]) -> Path:
     return results
 
 
+def ended(results: Path) -> int:
+    """Episodes that have ended so far."""
+    return results.read_bytes().count(b"\n") if results.is_file() else 0
+
+
 def finished(out: Path) -> dict[str, Any] | None:
     """The summary of an evaluation that has all its answers; None if one is still to be made."""
     from pipelines.report import read_summary
