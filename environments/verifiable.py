@@ -77,6 +77,8 @@ class Verifiable:
     """System text before a prompt that is a text."""
     tools: Sequence[Tool | Callable[..., Any]] = ()
     """Typed functions, or tools."""
+    show_tools: bool = True
+    """Whether the policy is shown the tools' schemas; a small one may do better by worked dialogues alone."""
     success_at: float = 1.0
     """Least reward that counts as success."""
     wants_actions: bool = field(init=False, repr=False)
@@ -108,6 +110,10 @@ class _Verified(ToolEnvironment):
     def __init__(self, spec: Verifiable) -> None:
         super().__init__([Tool.of(one) for one in spec.tools], spec.messages, _never)
         self._spec = spec
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return super().tools if self._spec.show_tools else ()
 
     async def judge(self) -> StepResult:
         reward, spec = self._spec.reward, self._spec

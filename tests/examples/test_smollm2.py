@@ -11,9 +11,10 @@ from pipelines.cli import main
 from pipelines.config import load_run
 from policy.chat import Action
 from policy.client import FinishReason
+from policy.tool_calls import FORMATS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUNS = {"json_extraction": "smollm2_json.toml"}
+RUNS = {"json_extraction": "smollm2_json.toml", "two_tools": "smollm2_two_tools.toml"}
 
 
 def spec(name, **options):
@@ -26,6 +27,11 @@ def json_extraction():
     return spec("json_extraction")
 
 
+@pytest.fixture(scope="module")
+def two_tools():
+    return spec("two_tools")
+
+
 def play(environments, payload, *turns):
     """(what the policy is shown at last, the answers to its turns)"""
 
@@ -34,7 +40,7 @@ def play(environments, payload, *turns):
         messages = list(await environment.reset(payload, episode_id="0.0/0", seed=0))
         answers = []
         for turn in turns:
-            answers.append(await environment.step(Action(turn, (), FinishReason.STOP)))
+            answers.append(await environment.step(Action(turn, FORMATS["pythonic"].parse(turn, ()), FinishReason.STOP)))
             messages += answers[-1].messages
         return messages, answers
 
@@ -52,7 +58,7 @@ def test_its_run_file_can_be_used(name, capsys):
     assert "128 held-out questions" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "key"), [("json_extraction", "person")])
+@pytest.mark.parametrize(("name", "key"), [("json_extraction", "person"), ("two_tools", "calls")])
 def test_what_is_held_out_is_never_trained(name, key):
     def keys(tasks):
         return {json.dumps(task[key], sort_keys=True) for task in tasks}
@@ -65,18 +71,17 @@ def test_what_is_held_out_is_never_trained(name, key):
         tasks = spec(name, seed=seed).tasks
         assert tasks.eval_tasks(128) == held_out  # so that runs can be compared
         trained = [tasks.task(group) for group in range(5000)]
-        assert len(questions(trained)) > 2500
+        assert len(questions(trained)) > 2000
         assert not keys(trained) & keys(held_out)
         assert not questions(trained) & questions(held_out)
     assert len(keys(held_out)) == 128
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_worked_examples_are_not_held_out(name):
-    environments = spec(name)
-    held_out = environments.tasks.eval_tasks(128)
-    shown = {message.content for message in environments.messages(held_out[0])[:-1]}
-    assert not shown & {task["question"] for task in held_out}
+def test_the_worked_examples_are_not_held_out(json_extraction, two_tools):
+    for environments in (json_extraction, two_tools):
+        held_out = environments.tasks.eval_tasks(128)
+        shown = {message.content for message in environments.messages(held_out[0])[:-1]}
+        assert not shown & {task["question"] for task in held_out}
 
 
 PERSON = {"question": "Meet Ana from Oslo. Age: 41.", "person": {"name": "Ana", "age": 41, "city": "Oslo"}}
@@ -101,3 +106,68 @@ def test_a_json_object_is_right_or_wrong(json_extraction, answer, reward):
     messages, [result] = play(json_extraction, PERSON, answer)
     assert messages[-1].content == PERSON["question"]
     assert (result.reward, result.success, result.done) == (reward, reward == 1.0, True)
+
+
+@pytest.fixture(scope="module")
+def two(two_tools):
+    """A held-out task that needs two prices."""
+    return next(task for task in two_tools.tasks.eval_tasks(128) if len(task["calls"]) == 3)
+
+
+def test_every_task_is_solved_by_its_calls(two_tools):
+    kinds = set()
+    for payload in two_tools.tasks.eval_tasks(64):
+        messages, answers = play(two_tools, payload, *payload["calls"], payload["results"][-1])
+        assert [message.content for message in messages[-len(payload["calls"]) :]] == payload["results"]
+        end = answers[-1]
+        assert (end.reward, end.success, end.reward_parts) == (1.0, True, {"calls": 0.4, "answer": 0.6})
+        kinds.add(len(payload["calls"]))
+    assert kinds == {1, 2, 3}  # so that the longest takes four turns
+
+
+def test_two_tools_partial_credit(two_tools, two):
+    first, second, third = two["calls"]
+    a, b, right = two["results"]
+    for turns, reward, success in [
+        ((first, second, third, "7"), 0.4, False),
+        ((first, second, "7"), 0.4 * 2 / 3, False),
+        ((third, "7"), 0.4 / 3, False),
+        (("7",), 0.0, False),
+        ((right,), 0.6, True),
+        ((first, second, third, f" {right}\n"), 1.0, True),
+        ((first, second, third, f"It is {right}."), 0.4, False),
+        ((first, second, f'[calculator(expression="{b}+{a}")]', right), 0.6 + 0.4 * 2 / 3, True),
+        ((first, first, first, second, third, right), 0.6 + 0.4 * 3 / 5, True),
+    ]:
+        end = play(two_tools, two, *turns)[1][-1]
+        assert end.done
+        assert (end.reward, end.success) == (pytest.approx(reward), success), turns
+
+
+def test_two_tools_answer_what_cannot_be_called(two_tools, two):
+    item = two["calls"][0].split('"')[1]
+    messages, answers = play(
+        two_tools,
+        two,
+        f'[price(item="{item}s")]',
+        '[price(item="unicorn")]',
+        f'[price(things="{item}")]',
+        f'[shop(item="{item}")]',
+        '[price(item="',
+        f"[price({item})]",
+        "[calculator(expression=\"__import__('os')\")]",
+        '[calculator(expression="1/0")]',
+        "I do not know.",
+    )
+    assert [answer.done for answer in answers] == [False] * 8 + [True]
+    said = [message.content for message in messages[-8:]]
+    assert said[:2] == [two["results"][0], "there is no unicorn"]
+    assert all(text.startswith("error: ") for text in said[2:])
+    assert (answers[-1].reward, answers[-1].success) == (0.0, False)
+
+
+def test_the_policy_is_shown_dialogues_and_no_schemas(two_tools, two):
+    assert list(two_tools.make().tools) == []
+    roles = " ".join(message.role for message in two_tools.messages(two))
+    dialogues = [f"user {'assistant tool ' * calls}assistant" for calls in (1, 2, 3, 1, 2, 3)]
+    assert roles == " ".join(["system", *dialogues, "user"])
