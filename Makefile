@@ -41,7 +41,7 @@ lint: setup  ## Formatting, lint and types
 	$(BIN)/mypy
 
 test: lint  ## Lint, types and all tests that CI runs
-	$(BIN)/python -m pytest -m "not soak and not libraries" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not soak and not libraries" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-libraries: $(LIBRARIES:%=test-%)  ## Adapters whose libraries contradict others or are heavy, each in an environment of its own
 
