@@ -9,7 +9,7 @@ TUNIX := .venv-tunix
 LIBRARIES := openenv reasoning-gym textarena tunix verifiers
 ARGS ?=
 
-.PHONY: help setup lock lock-libraries demo demo-tiny test test-libraries lint soak bench bench-decode bench-setup bench-learner parity base-model clean
+.PHONY: help setup lock lock-libraries demo demo-tiny test test-libraries lint soak bench bench-decode bench-setup bench-learner bench-rollouts parity base-model clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,9 @@ bench-setup: $(TUNIX)/.installed  ## Build .venv-tunix, which bench-learner comp
 
 bench-learner: setup bench-setup  ## The learner's packing, shared prompts and gaps, beside google-tunix's trainer
 	$(BIN)/python -m benchmarks.learner --json --tunix $(TUNIX)/bin/python $(ARGS)
+
+bench-rollouts: setup bench-setup  ## How many episodes can wait at once, beside google-tunix's learner
+	$(BIN)/python -m benchmarks.rollouts --json --tunix $(TUNIX)/bin/python $(ARGS)
 
 parity: setup $(REFERENCE)/.installed  ## Model families and adapters against transformers and peft (downloads torch)
 	HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python tests/policy/make_family_fixtures.py --check
