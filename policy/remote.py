@@ -800,34 +800,19 @@ class RemotePolicy:
     async def _swap(self, url: str | None, version: Version) -> None:
         if version == self.version:
             return
-        model = self._kept[version] if version in self._to_keep else self._named(url, version)
-        await self._load_everywhere(model)
-        async with self._changed:
+        async with self._loaded(url, version) as model:
             old, self._current = self._current, model
-            self._kept[version] = model
-            if version in self._replaced:
-                self._replaced.remove(version)
             if old.version not in self._to_keep:
                 self._replaced.append(old.version)
-            self._changed.notify_all()
         self._retire_later(old)
 
     async def _keep(self, url: str | None, version: Version) -> None:
         if version in self._to_keep:
             return
-        model = self._kept.get(version) or self._named(url, version)
-        model.uses += 1
-        try:
-            await self._load_everywhere(model)
-        except BaseException:
-            model.uses -= 1
-            raise
-        async with self._changed:
-            self._kept[version] = model
-            self._to_keep.add(version)
-            if version in self._replaced:
-                self._replaced.remove(version)
-            self._changed.notify_all()
+        async with self._loaded(url, version) as model:
+            if version not in self._to_keep:
+                self._to_keep.add(version)
+                model.uses += 1
 
     async def _drop(self, version: Version) -> None:
         if version not in self._to_keep:
@@ -842,8 +827,19 @@ class RemotePolicy:
         if model is not self._current:
             self._retire_later(model)
 
-    def _named(self, url: str | None, version: Version) -> _Loaded:
-        return _Loaded(version) if url is None else _Loaded(version, f"headrace-{self._run_id}-{version}", url)
+    @asynccontextmanager
+    async def _loaded(self, url: str | None, version: Version) -> AsyncIterator[_Loaded]:
+        """Within it the version may be named, and nobody else changes what may. Raises PolicyError."""
+        name = "" if url is None else f"headrace-{self._run_id}-{version}"
+        model = self._kept.get(version) or _Loaded(version, name, url or "")
+        with _using(model):  # so that it is not unloaded meanwhile
+            await self._load_everywhere(model)
+            async with self._changed:
+                # An adapter may be put in force and kept at the same time: both mean one thing, whose uses are counted.
+                yield self._kept.setdefault(version, model)
+                if version in self._replaced:
+                    self._replaced.remove(version)
+                self._changed.notify_all()
 
     def _retire_later(self, old: _Loaded) -> None:
         task = self._loop.create_task(self._retire(old))

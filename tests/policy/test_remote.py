@@ -592,6 +592,26 @@ def test_a_kept_version_answers_beside_the_one_in_force_until_it_is_dropped(scri
         assert ask(policy, max_tokens=3).version_spans == (VersionSpan(0, V2),)
 
 
+@pytest.mark.parametrize("keep_first", [True, False])
+def test_a_version_that_is_kept_while_it_comes_into_force_is_served_and_unloaded(scripted, monkeypatch, keep_first):
+    monkeypatch.setattr(remote, "RETIRE_S", 0.05)
+    server = scripted(lambda body: (200, GOOD), delay_s=0.1)
+    with connected(server.address) as policy:
+        calls = [policy.keep, policy.swap] if keep_first else [policy.swap, policy.keep]
+        threads = [threading.Thread(target=call, args=("run/adapters/1.1", V1)) for call in calls]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join()
+        policy.drop(V1)
+        time.sleep(0.2)  # in which one that is neither kept nor in force is unloaded
+        assert ask(policy, version=V1, max_tokens=3).version_spans == (VersionSpan(0, V1),)
+        assert server.unloads == []
+        policy.swap("run/adapters/2.1", V2)
+        until(lambda: server.unloads == ["headrace-test-1.1"])
+
+
 def test_sessions_stay_with_a_server_and_pass_over_one_that_is_away(scripted):
     servers = [scripted(lambda _: (200, GOOD)) for _ in range(2)]
     with socket.socket() as closed:
