@@ -9,13 +9,16 @@ were sent; nothing is ever unpickled; `send` never waits for the other side.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import math
 import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -77,25 +80,44 @@ def encode_frame(frame: Frame) -> bytes:
     return b"".join((_LENGTH.pack(len(head)), head, *frame.parts))
 
 
-def read_frame(connection: socket.socket) -> Frame | None:
-    """The next frame; None where the other side has ended. Raises BadFrame, TimeoutError, OSError."""
-    prefix = _read_exactly(connection, _LENGTH.size, may_end=True)
+def read_frame(
+    connection: socket.socket,
+    *,
+    max_head_bytes: int = MAX_HEAD_BYTES,
+    max_parts_bytes: float = math.inf,
+    deadline: float = math.inf,
+) -> Frame | None:
+    """The next frame; None where the other side has ended. Raises BadFrame, TimeoutError, OSError.
+
+    `deadline`, by the monotonic clock, is that of the whole frame; without, the connection's own timeout holds for each
+    piece of it.
+    """
+    prefix = _read_exactly(connection, _LENGTH.size, deadline, may_end=True)
     if prefix is None:
         return None
     (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_HEAD_BYTES:
-        raise BadFrame(f"a frame's head has at most {MAX_HEAD_BYTES} bytes, found {length}")
+    if length > max_head_bytes:
+        raise BadFrame(f"a frame's head has at most {max_head_bytes} bytes, found {length}")
+    head = _read_exactly(connection, length, deadline) or b""
     try:
-        kind, fields, sizes = json.loads(_read_exactly(connection, length) or b"")
-        return Frame(Kind(kind), dict(fields), tuple(_read_exactly(connection, int(size)) or b"" for size in sizes))
-    except (ValueError, TypeError) as error:
+        kind, fields, sizes = json.loads(head)
+        kind, fields, sizes = Kind(kind), dict(fields), [int(size) for size in sizes]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise BadFrame(f"a frame's head is not readable: {error}") from error
+    if min(sizes, default=0) < 0 or sum(sizes) > max_parts_bytes:
+        raise BadFrame(f"a frame's head announces parts of {sizes} bytes")
+    return Frame(kind, fields, tuple(_read_exactly(connection, size, deadline) or b"" for size in sizes))
 
 
-def _read_exactly(connection: socket.socket, size: int, *, may_end: bool = False) -> bytes | None:
+def _read_exactly(connection: socket.socket, size: int, deadline: float, *, may_end: bool = False) -> bytes | None:
     data = bytearray(size)
     view, found = memoryview(data), 0
     while found < size:
+        if deadline < math.inf:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the frame did not come to its end in time")
+            connection.settimeout(left_s)
         count = connection.recv_into(view[found:])
         if count == 0:
             if may_end and found == 0:
@@ -135,6 +157,8 @@ class Link:
         self._beat_s, self._patience_s = beat_s, patience_s
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closing = False
+        self._why: str | None = None
+        """Why the writing thread gave the link up."""
         self._ended = threading.Event()
         connection.settimeout(patience_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -174,7 +198,7 @@ class Link:
             why = f"what it says cannot be handled: {error!r}"
         self._ended.set()
         if not self._closing:
-            self._lost(why)
+            self._lost(self._why or why)
 
     def _write(self) -> None:
         beat = encode_frame(Frame(Kind.BEAT))
@@ -187,7 +211,14 @@ class Link:
                 if data is None:
                     self._connection.shutdown(socket.SHUT_WR)
                     return
-                self._connection.sendall(data)
+                # In pieces, each with its own timeout: that of `sendall` is for the whole.
+                view = memoryview(data)
+                while view:
+                    view = view[self._connection.send(view) :]
+        except TimeoutError:
+            self._why = f"it took nothing for {self._patience_s:g} s"
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             # The reading thread says what became of the link.
             return

@@ -65,6 +65,8 @@ _JAX_PATIENCE_S = int(2 * PATIENCE_S)
 _GRACE_S = 3.0
 """A collective may fail before the link says who is gone."""
 _LEAVE_S = 5.0
+_HELLO_S = 10.0
+_HELLO_BYTES = 4096
 _ADDRESS_BYTES = 1024
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -159,9 +161,15 @@ def _digest(settings: object) -> str:
 
 
 def admit(
-    server: socket.socket, hosts: int, token: str, digest: str, *, patience_s: float = START_S
+    server: socket.socket,
+    hosts: int,
+    token: str,
+    digest: str,
+    *,
+    patience_s: float = START_S,
+    hello_s: float = _HELLO_S,
 ) -> dict[int, socket.socket]:
-    """The connections of all followers that know the token; who does not is turned away.
+    """The connections of all followers that say the token within `hello_s`; whoever does not is turned away.
 
     Raises ValueError if one has other settings than those of `digest`, TimeoutError if one does not come.
     """
@@ -174,12 +182,16 @@ def admit(
         except TimeoutError:
             missing = sorted(set(range(1, hosts)) - set(found))
             raise TimeoutError(f"host(s) {missing} did not come within {patience_s:g} s") from None
-        connection.settimeout(10)
         try:
-            hello = read_frame(connection)
+            hello = read_frame(
+                connection,
+                max_head_bytes=_HELLO_BYTES,
+                max_parts_bytes=0,
+                deadline=time.monotonic() + hello_s,
+            )
             if hello is None or hello.kind is not Kind.HELLO:
                 raise ValueError("it does not say hello")
-            if not hmac.compare_digest(str(hello.fields["token"]), token):
+            if not hmac.compare_digest(str(hello.fields["token"]).encode(), token.encode()):
                 raise ValueError("it does not know the token")
             host = int(hello.fields["host"])
         except (OSError, ValueError, KeyError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -273,6 +275,52 @@ def test_a_stranger_is_turned_away() -> None:
             connection.close()
 
 
+NO_HELLO = {
+    "a part of 2^63 bytes": b'["hello",{},[9223372036854775808]]',
+    "a part of 1 GB": b'["hello",{},[1000000000]]',
+    "a part of less than none": b'["hello",{},[-1]]',
+    "nested without end": b"[" * 4000,
+    "a token outside ASCII": '["hello",{"token":"ü","host":1},[]]'.encode(),
+    "half a surrogate pair": rb'["hello",{"token":"\ud800","host":1},[]]',
+    "no fields": b'["hello",7,[]]',
+}
+
+
+@pytest.mark.parametrize("head", NO_HELLO.values(), ids=NO_HELLO)
+def test_nothing_that_a_stranger_says_ends_the_owner(head: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stranger = socket.create_connection(server.getsockname())
+        stranger.sendall(struct.pack("!I", len(head)) + head)
+        own = hello(server, "token", 1, "same")
+        found = admit(server, 2, "token", "same")
+        assert found[1].getpeername() == own.getsockname()
+        for connection in (stranger, own, *found.values()):
+            connection.close()
+
+
+def test_a_stranger_that_never_comes_to_an_end_is_turned_away_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent, slow = (socket.create_connection(server.getsockname()) for _ in range(2))
+        own = hello(server, "token", 1, "same")
+        ended = threading.Event()
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                for byte in b"\x00\x00\x0f\x00" + b" " * 3000:
+                    slow.sendall(bytes([byte]))
+                    if ended.wait(0.05):
+                        return
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        found = admit(server, 2, "token", "same", hello_s=0.5)
+        ended.set()
+        dripping.join()
+        assert found[1].getpeername() == own.getsockname()
+        for connection in (silent, slow, own, *found.values()):
+            connection.close()
+
+
 def test_a_host_with_another_run_file_ends_all_for_good() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         follower, other = hello(server, "token", 1, "same"), hello(server, "token", 2, "other")
@@ -326,5 +374,39 @@ def test_a_silent_host_is_lost_and_a_busy_one_is_not() -> None:
     assert lost == []
     eventually(lambda: lost)
     assert lost == ["it said nothing for 0.5 s"]
+    link.close(0.1)
+    theirs.close()
+
+
+BEAT = b"\x00\x00\x00\x0e" + b'["beat",{},[]]'
+
+
+def test_a_frame_may_take_longer_than_the_silence_that_ends_a_link() -> None:
+    """A training state of gigabytes, to many hosts at once."""
+    link, theirs, _, lost = linked(beat_s=0.1, patience_s=1.0)
+    frame = Frame(Kind.RESTORE, {}, (bytes(48_000_000),))
+    link.send(frame)
+    expected, data = encode_frame(frame), bytearray()
+    while len(data) < len(expected):
+        theirs.sendall(BEAT)
+        time.sleep(0.04)
+        data += theirs.recv(min(1_000_000, len(expected) - len(data)), socket.MSG_WAITALL)
+        assert not lost
+    assert data == expected
+    theirs.close()
+    link.close(0.1)
+
+
+def test_a_host_that_says_something_and_takes_nothing_is_lost() -> None:
+    link, theirs, _, lost = linked(beat_s=0.05, patience_s=0.3)
+    link.send(Frame(Kind.RESTORE, {}, (bytes(64_000_000),)))
+
+    def beat_on() -> list[str]:
+        with contextlib.suppress(OSError):
+            theirs.sendall(BEAT)
+        return lost
+
+    eventually(beat_on)
+    assert lost == ["it took nothing for 0.3 s"]
     link.close(0.1)
     theirs.close()
