@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import io
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -61,12 +62,19 @@ def make_importable(url: str) -> None:
         _put_on_path([folder])
         return
     folder = _unpacked(url, _cache())
-    packages = folder.parent / "packages"
-    if not packages.is_dir() and (lacking := missing(requirements_of(folder))):
+    lacking = missing(requirements_of(folder))
+    packages = folder.parent / _packages_name(lacking)
+    if lacking and not packages.is_dir():
         with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
             install(folder, lacking, Path(fresh) / "packages")
             _take_place(Path(fresh) / "packages", packages)
-    _put_on_path([folder], [packages] if packages.is_dir() else [])
+    _put_on_path([folder], [packages] if lacking else [])
+
+
+def _packages_name(lacking: Sequence[str]) -> str:
+    """Another Python on the same machine may lack other packages, or take other builds of them."""
+    digest = hashlib.sha256("\n".join(lacking).encode()).hexdigest()[:16]
+    return f"packages-{sys.implementation.cache_tag}-{digest}"
 
 
 def send(folder: Path, storage: Storage) -> str:
@@ -80,7 +88,7 @@ def send(folder: Path, storage: Storage) -> str:
 
 def archive(folder: Path) -> bytes:
     """A zip file of the folder: a pure function of its files' names and contents."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and _travels(path, folder))
+    files = sorted(path for path in folder.rglob("*") if _travels(path, folder))
     sizes = {path: path.stat().st_size for path in files}
     if sum(sizes.values()) > MOST_BYTES:
         largest = max(files, key=lambda path: sizes[path])
@@ -96,18 +104,24 @@ def archive(folder: Path) -> bytes:
 
 
 def _travels(path: Path, folder: Path) -> bool:
-    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise CodeError(f"code.path {folder}: {path.relative_to(folder)} is a link out of the folder: copy the file in")
-    parts = path.relative_to(folder).parts
-    return not any(part.startswith(".") or part in LEFT_OUT or part.endswith((".egg-info", ".pyc")) for part in parts)
+    """Whether the file is part of the archive. Raises CodeError for a link that would lead nowhere elsewhere."""
+    name = path.relative_to(folder)
+    if any(part.startswith(".") or part in LEFT_OUT or part.endswith((".egg-info", ".pyc")) for part in name.parts):
+        return False
+    if path.is_symlink():
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise CodeError(f"code.path {folder}: {name} is a link out of the folder: copy in what it leads to")
+        if path.is_dir():
+            raise CodeError(f"code.path {folder}: {name} is a link to a folder: copy in what it leads to")
+    return path.is_file()
 
 
 def requirements_of(folder: Path) -> list[str]:
-    """What the folder asks for: the lines of requirements.txt, else the dependencies in pyproject.toml."""
+    """What the folder asks for: the lines of requirements.txt and of the files it names by `-r`, else the dependencies
+    in pyproject.toml. Raises CodeError."""
     listed, project = folder / "requirements.txt", folder / "pyproject.toml"
     if listed.is_file():
-        lines = (line.split(" #")[0].strip() for line in listed.read_text().splitlines())
-        return [line for line in lines if line and not line.startswith("#")]
+        return _listed(listed, ())
     if project.is_file():
         try:
             found = tomllib.loads(project.read_text()).get("project", {}).get("dependencies", [])
@@ -115,6 +129,24 @@ def requirements_of(folder: Path) -> list[str]:
             raise CodeError(f"{project}: it is no TOML: {error}") from error
         return [str(one) for one in found]
     return []
+
+
+def _listed(path: Path, within: tuple[Path, ...]) -> list[str]:
+    found: list[str] = []
+    for whole in path.read_text().replace("\\\n", " ").splitlines():
+        line = re.split(r"(?:^|\s)#", whole)[0].strip()
+        if "--hash" in line:
+            raise CodeError(f"{path}: hashes cannot be checked beside packages that are here: leave --hash out")
+        other = re.fullmatch(r"(?:-r|--requirement)[\s=]*(\S+)", line)
+        if other is None:
+            found += [line] if line else []
+            continue
+        inner = path.parent / other[1]
+        if not inner.is_file():
+            raise CodeError(f"{path}: it names {other[1]}, found no such file")
+        if inner.resolve() not in (path.resolve(), *within):
+            found += _listed(inner, (path.resolve(), *within))
+    return found
 
 
 def missing(requirements: Sequence[str], *, unreadable: bool = True) -> list[str]:

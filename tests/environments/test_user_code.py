@@ -40,13 +40,13 @@ print(json.dumps([spec.tasks.task(0), spec.reward({{}}, ""), tiny_dependency.__f
 """
 
 
-def wheel(folder):
+def wheel(folder, package="tiny_dependency"):
     """A wheel of a package that nobody has, as a build backend would write it."""
-    folder.mkdir(parents=True)
-    name = "tiny_dependency-1.0"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{package}-1.0"
     with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as packed:
-        packed.writestr("tiny_dependency.py", "REWARD = 0.5\n")
-        packed.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny_dependency\nVersion: 1.0\n")
+        packed.writestr(f"{package}.py", "REWARD = 0.5\n")
+        packed.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         packed.writestr(
             f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -84,6 +84,32 @@ def test_a_clean_process_imports_the_environment_and_what_it_requires(folder, tm
     assert process() == found  # the machine has it
 
 
+BOTH = f"""
+import sys
+sys.path += [{str(ROOT)!r}, *sys.argv[2:]]
+from environments.user_code import make_importable
+make_importable(sys.argv[1])
+import other_dependency, tiny_dependency
+print(tiny_dependency.__file__, other_dependency.__file__)
+"""
+
+
+def test_two_environments_of_a_machine_that_lack_other_packages_share_no_packages(folder, tmp_path):
+    with (folder / "requirements.txt").open("a") as listed:
+        listed.write(wheel(folder / "wheels", "other_dependency"))
+    url, inside, cache = send(folder, open_storage(str(tmp_path / "bucket"))), tmp_path / "inside", tmp_path / "cache"
+    with zipfile.ZipFile(folder / "wheels" / "other_dependency-1.0-py3-none-any.whl") as packed:
+        packed.extractall(inside)
+    home = {**os.environ, "XDG_CACHE_HOME": str(cache), "HOME": str(tmp_path / "home")}
+    for more, place in [([str(inside)], inside), ([], cache)]:
+        command = [sys.executable, "-I", "-c", BOTH, url, *more]
+        done = subprocess.run(command, cwd=tmp_path, env=home, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        tiny, other = done.stdout.split()
+        assert tiny.startswith(str(cache))
+        assert other.startswith(str(place))
+
+
 def test_an_archive_says_what_it_holds_and_holds_no_secret(folder, tmp_path):
     (folder / ".env").write_text("KEY=1")
     (folder / ".git").mkdir()
@@ -105,6 +131,23 @@ def test_an_archive_says_what_it_holds_and_holds_no_secret(folder, tmp_path):
     assert url == send(folder, storage) == f"{storage.url}/{hashlib.sha256(packed).hexdigest()}.zip"
     (folder / "stolen.txt").symlink_to("/etc/hostname")
     with pytest.raises(CodeError, match=r"stolen\.txt is a link out of the folder"):
+        archive(folder)
+
+
+def test_links_that_would_lead_nowhere_elsewhere_are_refused_and_those_of_a_venv_stay_here(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    packed = archive(folder)
+    for name in (".venv", "venv"):
+        (folder / name / "bin").mkdir(parents=True)
+        (folder / name / "bin" / "python").symlink_to(sys.executable)
+        (folder / name / "lib64").symlink_to(tmp_path / "elsewhere")
+    assert archive(folder) == packed
+    (folder / "same").symlink_to(folder / "wheels")
+    with pytest.raises(CodeError, match="same is a link to a folder: copy in"):
+        archive(folder)
+    (folder / "same").unlink()
+    (folder / "data").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CodeError, match="data is a link out of the folder"):
         archive(folder)
 
 
@@ -137,6 +180,27 @@ def test_what_is_met_and_what_is_missing(tmp_path):
     assert missing(lines, unreadable=False) == ["numpy<1", "nobody-has-this"]
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\ndependencies = ["nobody-has-this"]\n')
     assert user_code.requirements_of(tmp_path) == ["nobody-has-this"]
+
+
+def test_requirements_may_lie_in_several_files(tmp_path):
+    listed, more = tmp_path / "requirements.txt", tmp_path / "more" / "base.txt"
+    more.parent.mkdir()
+    listed.write_text("numpy  # is here\n-r more/base.txt\n--find-links ./wheels\ngit+https://example.com/x#egg=x\n")
+    more.write_text("# base\nnobody-has-this \\\n  >=1\n-r ../requirements.txt\n")
+    found = user_code.requirements_of(tmp_path)
+    assert [" ".join(line.split()) for line in found] == [
+        "numpy",
+        "nobody-has-this >=1",
+        "--find-links ./wheels",
+        "git+https://example.com/x#egg=x",
+    ]
+    assert len(missing(found, unreadable=False)) == 1
+    more.write_text("numpy==2.4 --hash=sha256:00\n")
+    with pytest.raises(CodeError, match=r"base\.txt: hashes cannot be checked .* leave --hash out"):
+        user_code.requirements_of(tmp_path)
+    more.unlink()
+    with pytest.raises(CodeError, match=r"it names more/base\.txt, found no such file"):
+        user_code.requirements_of(tmp_path)
 
 
 def test_what_cannot_be_installed_says_what_the_installer_said(folder, tmp_path, monkeypatch):
