@@ -15,7 +15,6 @@ import json
 import logging
 import re
 import sqlite3
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
+from environments.scratch import Scratch
 from environments.sqlite_pool import Query, SqlitePool
 from environments.tools import Limits, Tool, ToolError, describe
 from trajectories.storage import FolderStorage, Storage, open_storage
@@ -89,7 +89,7 @@ class SearchTool:
     def __init__(self, settings: SearchSettings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Scratch | None = None
         self._built: concurrent.futures.Future[SqlitePool] | None = None
         self.corpus: Corpus | None = None
         if not settings.corpus.startswith("gs://") and not Path(settings.corpus).exists():
@@ -129,7 +129,7 @@ class SearchTool:
         if built is not None and built.exception() is None:
             built.result().close()
         if folder is not None:
-            folder.cleanup()
+            folder.remove()
 
     def _start(self) -> concurrent.futures.Future[SqlitePool]:
         with self._lock:
@@ -140,8 +140,8 @@ class SearchTool:
 
     def _build(self, built: concurrent.futures.Future[SqlitePool]) -> None:
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="headrace-search-")
-            path = Path(self._folder.name) / "index"
+            self._folder = Scratch("search")
+            path = self._folder.path / "index"
             self.corpus = index(self.settings, path)
             built.set_result(SqlitePool(path, memory_mb=256, slots=self.settings.slots))
         except BaseException as error:

@@ -10,11 +10,11 @@ import csv
 import dataclasses
 import io
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from environments.scratch import Scratch
 from environments.sqlite_pool import Query, Rows, SqlitePool
 from environments.tools import Limits, Tool
 from trajectories.storage import open_storage
@@ -49,7 +49,7 @@ class SqlTool:
 
     def __init__(self, settings: SqlSettings) -> None:
         self.settings = settings
-        self._fetched: tempfile.TemporaryDirectory[str] | None = None
+        self._fetched: Scratch | None = None
         self._pool: SqlitePool | None = None
         if not settings.database.startswith("gs://"):
             _check(Path(settings.database), settings.database)
@@ -62,8 +62,8 @@ class SqlTool:
         path = Path(self.settings.database)
         if self.settings.database.startswith("gs://"):
             folder, _, name = self.settings.database.rpartition("/")
-            self._fetched = tempfile.TemporaryDirectory(prefix="headrace-sql-")
-            path = Path(self._fetched.name) / "database"
+            self._fetched = Scratch("sql")
+            path = self._fetched.path / "database"
             path.write_bytes(open_storage(folder).read(name))
             _check(path, self.settings.database)
         self._pool = SqlitePool(path, memory_mb=self.settings.memory_mb, slots=self.settings.slots)
@@ -92,9 +92,11 @@ class SqlTool:
         return dataclasses.replace(tool, timeout_s=settings.timeout_s + 2.0)  # the pool's own limit comes first
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes and remove what was fetched."""
         if self._pool is not None:
             self._pool.close()
+        if self._fetched is not None:
+            self._fetched.remove()
 
 
 def shown(found: Rows, limit: int) -> str:
