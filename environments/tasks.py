@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trajectories.codec import free_json
 from trajectories.schema import stream_seed
 from trajectories.storage import NotFound, open_storage
 
@@ -91,7 +92,10 @@ def task_list(
     """As `task_file`, over payloads that the program holds; `held_out_tasks` are those of a held-out set."""
 
     def placed(what: str, found: Sequence[Payload]) -> list[tuple[str, Payload]]:
-        return [(f"{what} {number}", payload) for number, payload in enumerate(found, 1)]
+        rows = [(f"{what} {number}", payload) for number, payload in enumerate(found, 1)]
+        for place, payload in rows:
+            _check(payload, place)
+        return rows
 
     apart = None if held_out_tasks is None else placed("held-out task", held_out_tasks)
     return _split(placed("task", payloads), seed, key, held_out, apart)
@@ -120,8 +124,6 @@ def read_jsonl(path: str | Path) -> list[tuple[str, Payload]]:
 
 
 def _payload(line: str, place: str) -> Payload:
-    if len(line.encode()) > MOST_BYTES:
-        raise TaskFileError(f"{place}: a task must have at most {MOST_BYTES} bytes, found {len(line.encode())}")
     if line.startswith("version https://git-lfs"):
         raise TaskFileError(f"{place}: the file is a Git LFS pointer: fetch it with `git lfs pull`")
     try:
@@ -132,7 +134,20 @@ def _payload(line: str, place: str) -> Payload:
         raise TaskFileError(f"{place}: its JSON is nested too deeply") from error
     if not isinstance(found, dict):
         raise TaskFileError(f"{place}: a line must be one JSON object, found a {type(found).__name__}")
+    _check(found, place)
     return found
+
+
+def _check(payload: Payload, place: str) -> None:
+    """Raises TaskFileError for what no message can carry: a worker would refuse it in the middle of a run."""
+    try:
+        size = len(json.dumps(payload, allow_nan=False, ensure_ascii=False).encode())
+        for value in payload.values():
+            free_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TaskFileError(f"{place}: a task must be plain JSON: {error}") from error
+    if size > MOST_BYTES:
+        raise TaskFileError(f"{place}: a task must have at most {MOST_BYTES} bytes, found {size}")
 
 
 def _no_json(text: str) -> NoReturn:
@@ -140,7 +155,7 @@ def _no_json(text: str) -> NoReturn:
 
 
 def _beside(url: str) -> str:
-    folder = Path(url).parent
+    folder = Path(url) if Path(url).is_dir() else Path(url).parent
     if url.startswith("gs://") or not folder.is_dir():
         return ""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (".jsonl", ".json", ".ndjson"))
@@ -170,6 +185,8 @@ def _split(
     """Hold out `share` of the tasks by their keys, or those that stand `apart`."""
     if not 0 <= share < 1:
         raise ValueError(f"held_out must be a share from 0 to below 1, found {share}")
+    if not rows:
+        raise TaskFileError("there must be at least one task, found none")
     held: dict[str, tuple[str, Payload]] = {}
     for place, payload in apart or ():
         held.setdefault(_key(payload, key, place), (place, payload))
@@ -185,7 +202,7 @@ def _split(
             training.append((place, payload))
     ordered = [held[own] for own in sorted(held, key=_place_in_split)]
     if not training:
-        raise TaskFileError(f"{rows[0][0] if rows else 'no task'}: every task is held out, none is left to train on")
+        raise TaskFileError(f"{rows[0][0]}: every task is held out, none is left to train on")
     return TaskList(
         tuple(payload for _, payload in training),
         tuple(payload for _, payload in ordered),

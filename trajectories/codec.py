@@ -253,7 +253,7 @@ def _unpack(value: Any, hint: Any, arrays: Mapping[str, np.ndarray[Any, Any]], s
             raise TypeError(f"expected an object, found {type(value).__name__}")
         return {_text(key): _unpack(item, typing.get_args(hint)[1], arrays, schema) for key, item in value.items()}
     if hint is Any:
-        return _free(value, MAX_DEPTH)
+        return free_json(value)
     if hint is Version:
         return Version.parse(value)
     if hint is bytes:
@@ -278,12 +278,12 @@ def _text(value: str) -> str:
     return value
 
 
-def _free(value: Any, depth: int) -> Any:
-    """Free JSON, if it can be encoded again: valid text, nested `depth` deep at the most."""
+def free_json(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Free JSON, if it can be encoded again: valid text, nested `depth` deep at the most. Raises ValueError."""
     if depth < 0:
         raise ValueError(f"its JSON is nested more than {MAX_DEPTH} deep")
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, dict):
-        return {_text(key): _free(item, depth - 1) for key, item in value.items()}
-    return [_free(item, depth - 1) for item in value] if isinstance(value, list) else value
+        return {_text(key): free_json(item, depth - 1) for key, item in value.items()}
+    return [free_json(item, depth - 1) for item in value] if isinstance(value, list) else value

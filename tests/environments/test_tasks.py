@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from environments.tasks import TaskFileError, task_file, task_list
@@ -60,6 +61,11 @@ def test_a_held_out_file_takes_its_tasks_out_of_the_training(tmp_path):
         ('{"question": 1}\n{"q": 2}', r"line 2: it lacks 'question', the key; it has q"),
         ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("\n \n", "it holds no task"),
+        ("", "it holds no task"),
+        ('{"question": 1}\n{"question": 1e999}', "line 2: a task must be plain JSON: Out of range float"),
+        ('{"question": "\\ud800"}', "line 1: a task must be plain JSON: .*surrogates"),
+        ('{"question": ' + "[" * 100 + "]" * 100 + "}", "line 1: .*nested more than 64 deep"),
+        ('{"question": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1: .*nested too deeply"),
         ('{"question": "' + "x" * (1 << 20) + '"}', "at most 1048576 bytes"),
     ],
 )
@@ -67,6 +73,21 @@ def test_a_bad_line_is_named_with_its_place(tmp_path, text, says):
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(TaskFileError, match=says):
         task_file(tmp_path / "a.jsonl", key="question")
+
+
+def test_a_file_from_an_editor_on_windows_is_read_as_any_other(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes("\ufeff".encode() + b'{"question": "1+1"}\r\n\r\n{"question": "2+2"}\r\n')
+    assert words(task_file(tmp_path / "a.jsonl", held_out=0.0).training) == ["1+1", "2+2"]
+    with pytest.raises(TaskFileError, match=r"no such file; its folder holds a\.jsonl"):
+        task_file(tmp_path)
+
+
+def test_a_payload_that_no_message_can_carry_is_named_before_the_run(tmp_path):
+    for odd in (np.int64(3), float("nan"), {1, 2}, b"bytes", "\ud800", "x" * (1 << 20)):
+        with pytest.raises(TaskFileError, match="task 2: a task must"):
+            task_list([{"question": "1"}, {"question": "2", "answer": odd}], key="question")
+        with pytest.raises(TaskFileError, match="held-out task 1: a task must"):
+            task_list(ROWS, key="question", held_out_tasks=[{"question": "2", "answer": odd}])
 
 
 def test_a_file_that_is_not_there_or_no_text_says_what_is(tmp_path):
@@ -84,5 +105,7 @@ def test_a_list_is_split_as_a_file_is(tmp_path):
     )
     with pytest.raises(TaskFileError, match="every task is held out"):
         task_list(ROWS[:2], held_out_tasks=ROWS[:2])
+    with pytest.raises(TaskFileError, match="at least one task, found none"):
+        task_list([])
     with pytest.raises(ValueError, match="held_out must be a share"):
         task_list(ROWS, held_out=1.0)
