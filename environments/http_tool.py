@@ -8,6 +8,7 @@ size, before and after it is unpacked.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import ipaddress
 import re
 import socket
@@ -191,7 +192,8 @@ class HttpTool:
         data, more = await self._body(response)
         encoding = response.charset or "utf-8"
         try:
-            text = data.decode(encoding, "replace")
+            slow = codecs.lookup(encoding).name in ("idna", "punycode")  # no charsets of pages; they take n² time
+            text = data.decode("utf-8" if slow else encoding, "replace")
         except LookupError:
             text = data.decode("utf-8", "replace")
         room = max(0, self.settings.output_chars - len(head) - len(_MORE) - 1)

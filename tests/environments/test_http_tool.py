@@ -63,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(gzip.compress(bytes(64 << 20)), Content_Encoding="gzip")
             case "/ok/broken":
                 self.send(b"no gzip", Content_Encoding="gzip")
+            case "/ok/punycode":
+                self.send(b"page" * (1 << 17) + b"-" + b"a" * (1 << 17), kind="text/plain; charset=punycode")
             case "/ok/brotli":
                 self.send(b"...", Content_Encoding="br")
             case "/ok/image":
@@ -236,6 +238,9 @@ def test_answers_are_bounded(port):
         assert len(result.text) == 1000
         assert result.counts == {"tool_calls": 1}
     assert fetch(settings, f"{base}image").text == "200 image/png\n(content of this type is not shown)"
+    began = time.monotonic()
+    assert fetch(allowing(port, max_kb=1024), f"{base}punycode").text.startswith("200 text/plain\npagepage")
+    assert time.monotonic() - began < 3
     assert "packed as 'br'" in fetch(settings, f"{base}brotli").text
 
 
