@@ -38,8 +38,8 @@ class Signature:
     """Annotation of each parameter in the schema."""
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The Python values of arguments that fit the schema: enum members, dataclasses. Raises ValueError or TypeError
-        where a dataclass refuses its values."""
+        """The Python values of arguments that fit the schema: enum members, dataclasses. Raises what a dataclass does
+        that refuses its values, and OverflowError for an integer that no float can hold."""
         kinds = self.kinds
         return {name: _read(value, kinds[name]) if name in kinds else value for name, value in arguments.items()}
 

@@ -46,7 +46,7 @@ async def within(limit_s: float, work: Coroutine[Any, Any, R]) -> R:
     """`await work`, for at most `limit_s` seconds. Work that ignores its cancellation is abandoned, never waited for.
     Raises LimitPassed, and what the work raises; its own CancelledError, SystemExit or other exception that is no
     Exception comes as RuntimeError."""
-    task = asyncio.ensure_future(_contained(work))
+    task = asyncio.ensure_future(contained(work))
     try:
         await asyncio.wait((task,), timeout=max(0.0, limit_s))
         if not task.done():
@@ -67,7 +67,8 @@ async def within(limit_s: float, work: Coroutine[Any, Any, R]) -> R:
 _GRACE_S = 0.05
 
 
-async def _contained(work: Coroutine[Any, Any, R]) -> R:
+async def contained(work: Awaitable[R]) -> R:
+    """`await work`, where what must not leave through the event loop (see `passes`) comes as RuntimeError."""
     try:
         return await work
     except BaseException as error:
@@ -148,6 +149,16 @@ async def run_blocking(call: Callable[[], R]) -> R:
     return await (calls or BlockingCalls(1)).run(call)
 
 
+async def call_either(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What a function says, whether it is async or not; one that is not runs beside the event loop."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
+    ):
+        return await function(*args, **kwargs)
+    value = await run_blocking(lambda: function(*args, **kwargs))
+    return await value if isinstance(value, Awaitable) else value
+
+
 def describe(error: BaseException) -> str:
     """Type and words of an error, even of one that cannot say them."""
     try:
@@ -175,7 +186,7 @@ def bounded_text(value: object, limit: int) -> tuple[str, Mapping[str, float]]:
         text.encode()
     except UnicodeEncodeError:  # lone surrogates
         counts["invalid_outputs"] = 1
-        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # one character for each
     return text, counts
 
 
@@ -245,7 +256,7 @@ class Tool:
     max_output: int = 4096
     """Most characters of an answer."""
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    """Python values of arguments that fit the schema; may raise ValueError or TypeError."""
+    """Python values of arguments that fit the schema; what it raises is told to the policy, whose mistake it is."""
     max_calls: int | None = None
     """Most calls in one episode, malformed ones apart; None: any number."""
     _numbers: Iterator[int] | None = field(default=None, repr=False, compare=False)
@@ -266,12 +277,15 @@ class Tool:
         cls, function: Callable[..., Any] | Tool, *, timeout_s: float = 30.0, max_output: int = 4096, name: str = ""
     ) -> Tool:
         """The tool that a typed function describes: its name, docstring (with Google's `Args:`) and annotations; a tool
-        is itself. Raises TypeError for a parameter that JSON cannot carry."""
+        is itself. Raises TypeError for a parameter that JSON cannot carry, and for a function without a name."""
         if isinstance(function, Tool):
             return function
+        name = name or getattr(function, "__name__", "")
+        if not name:
+            raise TypeError(f"a tool must have a name, which {function!r:.80} has not: Tool.of(..., name=...)")
         signature = signature_of(function, given=(ToolContext,))
         return cls(
-            name=name or function.__name__,
+            name=name,
             description=signature.description,
             parameters=signature.parameters,
             function=function,
@@ -296,20 +310,20 @@ class Tool:
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext = ToolContext()) -> ToolResult:
         """Call the tool; see the module's invariant."""
-        written = coerced(arguments, self.parameters)
-        problem = mismatch(written, self.parameters)
         try:
+            written = coerced(arguments, self.parameters)
+            problem = mismatch(written, self.parameters)
             given = {} if problem else dict(self.read(written)) | dict.fromkeys(self._context_parameters, context)
-        except (ValueError, TypeError) as error:
+            mended = {} if written == arguments else {"mended_calls": 1}
+        except Exception as error:  # nested too deeply, too large for a float, or refused by a dataclass's own checks
             problem = describe(error)
         if problem:
             return ToolResult(bounded_text(f"error: {self.name}: {problem}", 1024)[0], {"malformed_calls": 1})
         if self._numbers is not None and self.max_calls is not None and next(self._numbers) > self.max_calls:
             text = f"error: {self.name} may be called {self.max_calls} times in an episode"
             return ToolResult(text, {"tool_calls": 1, "refused_calls": 1, "calls_over_limit": 1})
-        mended = {} if written == arguments else {"mended_calls": 1}
         try:
-            value = await within(self.timeout_s, self._call(given))
+            value = await within(self.timeout_s, call_either(self.function, **given))
             text, counts = bounded_text(value, self.max_output)
         except LimitPassed:
             text = f"error: {self.name} did not answer within {self.timeout_s:g} s"
@@ -321,14 +335,6 @@ class Tool:
             text, counts = bounded_text(f"error: {describe(error)}", self.max_output)
             counts = {**counts, "tool_errors": 1}
         return ToolResult(text, {"tool_calls": 1, **mended, **counts})
-
-    async def _call(self, arguments: Mapping[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
-        ):
-            return await self.function(**arguments)
-        value = await run_blocking(lambda: self.function(**arguments))
-        return await value if isinstance(value, Awaitable) else value
 
 
 @overload

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from environments.environment import Message, StepResult, TaskSource, find_named
 from environments.tasks import TaskList, task_file
-from environments.tools import Score, Tool, ToolEnvironment, run_blocking
+from environments.tools import Score, Tool, ToolEnvironment, call_either
 
 Prompt = str | Callable[[Mapping[str, Any]], str | Sequence[Message]]
 """A template over the payload's columns, such as "{question}", or a function of the payload."""
@@ -42,9 +42,9 @@ def judged(value: object, success_at: float) -> StepResult:
     if isinstance(value, Judgement):
         metrics = getattr(value, "metrics", {})
         return StepResult((), float(value.reward), True, dict(value.reward_parts), bool(value.success), metrics)
-    if isinstance(value, Mapping) and all(isinstance(name, str) and _is_number(part) for name, part in value.items()):
+    if isinstance(value, Mapping) and all(isinstance(name, str) and is_number(part) for name, part in value.items()):
         parts = {name: float(part) for name, part in value.items()}
-    elif _is_number(value):
+    elif is_number(value):
         parts = {"reward": float(value)}  # type: ignore[arg-type]
     else:
         raise TypeError(
@@ -55,10 +55,11 @@ def judged(value: object, success_at: float) -> StepResult:
     return StepResult((), reward, True, parts, reward >= success_at)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a number, one of numpy's included, and no text that spells one."""
     try:
         float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return not isinstance(value, str | bytes)
 
@@ -118,12 +119,7 @@ class _Verified(ToolEnvironment):
     async def judge(self) -> StepResult:
         reward, spec = self._spec.reward, self._spec
         given = {"actions": tuple(self.actions)} if spec.wants_actions else {}
-        answer = self.actions[-1].text
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-            value = await reward(self.payload, answer, **given)
-        else:
-            value = await run_blocking(lambda: reward(self.payload, answer, **given))
-        return judged(await value if inspect.isawaitable(value) else value, spec.success_at)
+        return judged(await call_either(reward, self.payload, self.actions[-1].text, **given), spec.success_at)
 
 
 def _never(payload: Mapping[str, Any], actions: Sequence[Any]) -> Score:

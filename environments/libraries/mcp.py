@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import call_either, named, require
+from environments.libraries import named, require
 from environments.tasks import task_file
-from environments.tools import Score, Tool, ToolEnvironment, ToolError, describe
+from environments.tools import Score, Tool, ToolEnvironment, ToolError, call_either, describe
 from environments.verifiable import judged
 
 _EXTRA = "mcp"

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import SeededTasks, Threaded, call_either, named, require
+from environments.libraries import SeededTasks, Threaded, named, require
+from environments.tools import call_either
 from trajectories.schema import stream_seed
 
 _EXTRA = "textarena"

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -150,6 +151,40 @@ def test_what_does_not_fit_is_told_to_the_policy_and_runs_nothing(written, says)
     assert result.counts == {"malformed_calls": 1}
 
 
+def nested(depth, kind=dict):
+    value = "x"
+    for _ in range(depth):
+        value = {"a": value} if kind is dict else [value]
+    return value
+
+
+@dataclass
+class Share:
+    part: float
+
+    def __post_init__(self):
+        assert 1 / self.part >= 1, "part must be at most 1"
+
+
+def test_what_the_policy_writes_never_raises():
+    def take(anything: dict | None = None, text: str = "", share: Share | None = None, number: float = 0.0) -> str:
+        return "ok"
+
+    for written in (
+        {"anything": nested(2000)},
+        {"other": nested(2000)},
+        {"text": nested(2000, list)},
+        {"text": nested(2000)},
+        {"number": 10**400},
+        {"share": {"part": 0}},
+        {"share": {"part": 2}},
+    ):
+        result = run(written, Tool.of(take))
+        assert result.counts == {"malformed_calls": 1}, list(written)
+        assert len(result.text) < 1100
+    assert run({"share": {"part": 0.5}, "anything": nested(50)}, Tool.of(take)).text == "ok"
+
+
 def test_functions_that_cannot_be_tools_are_refused_where_they_are_written():
     def lost(query: str) -> str:
         """.
@@ -169,6 +204,8 @@ def test_functions_that_cannot_be_tools_are_refused_where_they_are_written():
 
     with pytest.raises(TypeError, match=r"describes qeury, which is no parameter; is it query\?"):
         signature_of(lost)
+    with pytest.raises(TypeError, match=r"a tool must have a name.*name=\.\.\."):
+        Tool.of(functools.partial(opaque, Depth.FLAT))
     with pytest.raises(TypeError, match="parameter queries must be given by name"):
         signature_of(starred)
     assert signature_of(opaque).parameters["properties"]["file"]["enum"] == ["FLAT"]

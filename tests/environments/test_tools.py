@@ -137,6 +137,7 @@ def test_a_megabyte_is_cut_and_bytes_that_are_no_text_are_mended():
         mended = run(Tool("t", "", {"type": "object"}, lambda output=output: output))
         assert mended.text.encode().decode().startswith("ok \ufffd")
         assert mended.counts == {"tool_calls": 1, "invalid_outputs": 1}
+    assert bounded_text("\ud800x\ud800\ud83d\ude00\ud800", 6)[0] == "\ufffdx\ufffd\U0001f600\ufffd"
     loop: list[Any] = []
     loop.append(loop)
     assert run(Tool("t", "", {"type": "object"}, lambda: loop)).failed
