@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource, ToolCall
-from environments.tools import Score, Tool, ToolEnvironment, describe, passes
+from environments.tools import Score, Tool, ToolEnvironment, contained
 from environments.verifiable import judged
 
 Program = Callable[[Mapping[str, Any], "Chat"], Awaitable[object]]
@@ -63,7 +63,8 @@ class Chat:
         """Counts that the program keeps: they join the episode's."""
         self._seen: list[Message | Reply] = []
         self._schemas: tuple[Mapping[str, Any], ...] = ()
-        self._desk = ToolEnvironment((), lambda payload: (), lambda payload, actions: Score({}, False))
+        self._functions: frozenset[str] = frozenset()
+        self._desk = _desk(())
         self._calls: asyncio.Queue[_Asked] = asyncio.Queue()
         self._waiting = self._given_up = False
         self._numbered = 0
@@ -107,7 +108,14 @@ class Chat:
 
     async def call_tools(self, reply: Reply) -> list[Message]:
         """Run the calls of a reply with the functions that `create` was given, within their limits and at the same
-        time; the messages that answer them. What went wrong is told to the policy and counted."""
+        time; the messages that answer them. What went wrong is told to the policy and counted. Raises
+        ConversationError for a tool of which `create` was given no function."""
+        bare = {name for one in self._schemas if (name := _name(one)) not in self._functions}
+        if lacking := sorted({call.name for call in reply.tool_calls} & bare):
+            raise ConversationError(
+                f"chat.call_tools: create was given no function for {', '.join(lacking)}, only a schema: run such a "
+                "call in the program, or give create the function"
+            )
         answer = await self._desk.observe(reply.tool_calls)
         for name, count in answer.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
@@ -131,7 +139,7 @@ class Chat:
         if not self._seen:
             self._schemas = schemas
             own = [one for one in made if isinstance(one, Tool)]
-            self._desk = ToolEnvironment(own, lambda payload: (), lambda payload, actions: Score({}, False))
+            self._functions, self._desk = frozenset(one.name for one in own), _desk(own)
             await self._desk.reset(self.payload, episode_id=self.episode_id, seed=self.seed)
 
     def _new(self, whole: Sequence[Message | Reply]) -> list[Message]:
@@ -151,9 +159,11 @@ class Chat:
         return [Message(m.role, m.content, m.tool_calls) if isinstance(m, Reply) else m for m in new]
 
     def _message(self, message: Message | Reply | Mapping[str, Any], place: int) -> Message | Reply:
-        if not isinstance(message, Mapping):
-            return message
         where = f"chat.create: messages[{place}]"
+        if isinstance(message, Message | Reply):
+            return message
+        if not isinstance(message, Mapping):
+            raise ConversationError(f"{where} must be a dict, a Message or a Reply, found {message!r:.80}")
         role = message.get("role")
         if not isinstance(role, str):
             raise ConversationError(f"{where} must have a role, found {list(message)}")
@@ -200,8 +210,17 @@ def _call(found: Any, where: str) -> ToolCall:
         raise ConversationError(f"{where} has a tool call that cannot be read: {found!r:.80} ({error!r})") from error
 
 
+def _name(schema: Mapping[str, Any]) -> str:
+    return str(schema.get("function", schema).get("name"))
+
+
 def _names(schemas: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(str(one.get("function", one).get("name")) for one in schemas) or "none"
+    return ", ".join(map(_name, schemas)) or "none"
+
+
+def _desk(tools: Sequence[Tool]) -> ToolEnvironment:
+    """Where the calls of one episode are run: of an environment only its tools are used."""
+    return ToolEnvironment(tools, lambda payload: (), lambda payload, actions: Score({}, False))
 
 
 @dataclass(frozen=True)
@@ -238,7 +257,7 @@ class ProgramEnvironment:
 
     async def reset(self, payload: Mapping[str, Any], *, episode_id: str, seed: int) -> Sequence[Message]:
         self._chat = Chat(payload, episode_id, seed)
-        self._running = asyncio.create_task(_contained(self.program(payload, self._chat)))
+        self._running = asyncio.create_task(contained(self.program(payload, self._chat)))
         result = await self._until_it_asks()
         if self._asked is None:
             raise ConversationError(f"the program ended without a call of chat.create; it returned {result!r:.80}")
@@ -256,11 +275,12 @@ class ProgramEnvironment:
         return dataclasses.replace(end, metrics={**end.metrics, **metrics})
 
     async def close(self) -> None:
-        """Cancels the program and waits for its clean-up."""
-        if self._running is not None:
-            self._running.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._running
+        """Cancels the program, if it has not ended, and waits for its clean-up. Raises what that does."""
+        if self._running is None or self._running.done():
+            return
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._running
 
     async def _until_it_asks(self) -> object:
         """Until the program's next call, which is then `_asked`, or its end: what it returned. Raises what it did."""
@@ -279,14 +299,3 @@ class ProgramEnvironment:
             return self._running.result()
         self._asked = asking.result()
         return None
-
-
-async def _contained(program: Awaitable[object]) -> object:
-    """A call of exit would leave through the event loop and end the process."""
-    try:
-        return await program
-    except BaseException as error:
-        if passes(error):
-            raise
-        left = f"it called exit({error.code})" if isinstance(error, SystemExit) else describe(error)
-        raise RuntimeError(left) from error

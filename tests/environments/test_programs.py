@@ -154,9 +154,19 @@ async def shows_a_picture(payload, chat):
     await chat.create([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
 
 
+async def says_a_bare_text(payload, chat):
+    await chat.create("1+1")
+
+
+async def has_a_schema_called(payload, chat):
+    await chat.call_tools(await chat.create([ask("1+1")], tools=[calculator.schema]))
+
+
 @pytest.mark.parametrize(
     ("program", "says"),
     [
+        (says_a_bare_text, r"messages\[0\] must be a dict, a Message or a Reply, found '1'"),
+        (has_a_schema_called, "given no function for calculator, only a schema"),
         (forgets, r"messages\[1\] must still be user '2\+2', found assistant '<answer>2</answer>'"),
         (edits, r"messages\[1\] must still be assistant '<answer>2</answer>', found assistant '<answer>7</answer>'"),
         (asks_again, r"messages\[1\] must still be assistant '<answer>2</answer>', found nothing"),
@@ -174,7 +184,8 @@ async def shows_a_picture(payload, chat):
     ],
 )
 def test_a_program_that_fails_is_a_failed_episode_that_says_why(play, kit, program, says):
-    client = kit.Speaker(lambda session, turn: "<answer>2</answer>", delay_s=0.05 if program is gives_up else 0.0)
+    says_what = "<calc>1+1</calc>" if program is has_a_schema_called else "<answer>2</answer>"
+    client = kit.Speaker(lambda session, turn: says_what, delay_s=0.05 if program is gives_up else 0.0)
     orchestrator = play(client, AgentProgram(program, TASKS))
     found = asyncio.run(orchestrator.run(Task("run", 0, payload={"question": "1+1"}), 0))
     assert (found.status, found.reward) == (Status.ENVIRONMENT_ERROR, 0.0)
@@ -213,6 +224,42 @@ def test_limits_end_a_program_and_its_clean_up_runs(play, kit):
 
     found, _ = episode(play, kit, takes_what_it_gets, cut)
     assert (found.status, found.reward) == (Status.MAX_TOKENS, 0.25)
+
+
+def test_a_program_whose_clean_up_fails_or_that_does_not_end_is_counted_and_its_place_is_free(play, kit):
+    over = asyncio.Event()
+
+    async def cleans_up_badly(payload, chat):
+        try:
+            await chat.create([ask("1+1")])
+            await asyncio.sleep(60)
+        finally:
+            raise OSError("the simulator is gone")
+
+    async def is_deaf(payload, chat):
+        await chat.create([ask("1+1")])
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                continue
+
+    client = kit.Speaker(lambda session, turn: "<answer>2</answer>")
+    limits = {"step_timeout_s": 0.1, "close_timeout_s": 0.1, "max_concurrency": 1}
+
+    async def main():
+        found = []
+        for program in (cleans_up_badly, is_deaf):
+            orchestrator = play(client, AgentProgram(program, TASKS), **limits)
+            found += [(await orchestrator.run(Task("run", 0, payload={}), 0), orchestrator.gauges)]
+        over.set()
+        await asyncio.sleep(0.05)
+        return found
+
+    for episode, gauges in asyncio.run(main()):
+        assert (episode.status, episode.metrics["close_errors"]) == (Status.TIMEOUT, 1)
+        assert (gauges.running, gauges.finished) == (0, 1)
+    assert gauges.abandoned == 1
 
 
 def test_only_an_async_function_is_a_program():
