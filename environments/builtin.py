@@ -6,13 +6,13 @@ counts of its own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from environments.calculator import evaluate, show
 from environments.environment import Action, Message
 from environments.http_tool import HttpSettings, HttpTool
+from environments.libraries import between_tags
 from environments.python_tool import PythonSettings, PythonTool
 from environments.search_tool import SearchSettings, SearchTool
 from environments.sql_tool import SqlSettings, SqlTool
@@ -114,8 +114,8 @@ class ToolQuestions:
 
 def score_answer(payload: Mapping[str, Any], actions: Sequence[Action]) -> Score:
     """1 if the last turn's last answer is the payload's."""
-    found = re.findall(r"<answer>(.*?)</answer>", actions[-1].text, re.DOTALL)
-    right = bool(found) and _plain(found[-1]) == _plain(str(payload["answer"]))
+    found = between_tags(actions[-1].text, "answer")
+    right = found is not None and _plain(found) == _plain(str(payload["answer"]))
     return Score({"answer": float(right)}, right)
 
 

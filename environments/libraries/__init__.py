@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -99,13 +97,8 @@ def between_tags(text: str, tag: str) -> str | None:
     """What stands in the last `<tag>` of a turn, without space around it; the whole turn with tag ""."""
     if not tag:
         return text.strip()
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-    return str(found[-1]).strip() if found else None
-
-
-async def call_either(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Awaits what is async; what is not runs beside the event loop."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return await function(*arguments)
-    value = await run_blocking(lambda: function(*arguments))
-    return await value if inspect.isawaitable(value) else value
+    found, at, opening, closing = None, 0, f"<{tag}>", f"</{tag}>"
+    # By hand, as a regular expression takes the square of the time for a turn that repeats its opening tag.
+    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
+        found, at = text[start + len(opening) : end], end + len(closing)
+    return None if found is None else found.strip()
