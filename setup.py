@@ -28,6 +28,7 @@ setup(
         "orbax-checkpoint>=0.12.8,<0.13",
         "packaging>=24",
         "pydantic-monty-runtime>=1.4,<2",
+        "regex>=2024.11",
         "safetensors>=0.8",
         "tokenizers>=0.22",
         "zstandard>=0.25",

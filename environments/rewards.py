@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 import math
 import os
@@ -27,7 +26,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments.tools import bounded_text, describe, run_blocking
+import regex
+
+from environments.tools import bounded_text, call_either, describe, run_blocking
+from environments.verifiable import is_number
 from policy.client import PolicyError
 from policy.remote import RemotePolicy
 from policy.settings import Backend, SamplingSettings
@@ -65,40 +67,51 @@ class Rewards:
     async def __call__(self, payload: Payload, text: str) -> dict[str, float]:
         """The weighted parts, whose sum is the reward. Raises what a part raises, and ValueError for a part that is no
         finite number."""
-        found = await asyncio.gather(*(call(function, payload, text) for function in self.parts.values()))
+        found = await asyncio.gather(*(call_either(function, payload, text) for function in self.parts.values()))
         weighted: dict[str, float] = {}
         for name, reward in zip(self.parts, found, strict=True):
             weight = float(self.weights.get(name, 1.0))
             inner = {f"{name}.{key}": value for key, value in reward.items()} if isinstance(reward, Mapping) else None
             for key, value in (inner if inner is not None else {name: reward}).items():
-                if not isinstance(value, bool | int | float) or not math.isfinite(value):
+                if not is_number(value) or not math.isfinite(value):
                     raise ValueError(f"the reward part {key} must be a finite number, found {value!r:.80}")
+                if key in weighted:
+                    raise ValueError(f"reward parts must have names of their own, found {key} twice")
                 weighted[key] = weight * float(value)
         return weighted
 
 
-async def call(function: RewardFunction, payload: Payload, text: str) -> Any:
-    """What a reward function says, whether it is async or not."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
-    ):
-        value: Any = function(payload, text)
-    else:
-        value = await run_blocking(lambda: function(payload, text))
-    return await value if isinstance(value, Awaitable) else value
-
-
 @dataclass(frozen=True)
 class Matches:
-    """Format: 1 where the whole text matches a regular expression, else 0. A dot matches line breaks too."""
+    """Format: 1 where the whole text matches a regular expression, else 0. A dot matches line breaks too.
+
+    Repetitions inside of repetitions, such as `(\\w+\\s*)*`, may never come to an end on a text, and `re` would hold up
+    every thread of the process with it. The package regex, which reads the same patterns, can stop.
+    """
 
     pattern: str
+    timeout_s: float = 1.0
+    """Most seconds for a text; then its episode fails, as it is not known whether it matches."""
 
     def __post_init__(self) -> None:
-        re.compile(self.pattern, re.DOTALL)
+        regex.compile(self.pattern, regex.DOTALL)
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number of seconds, found {self.timeout_s}")
 
     async def __call__(self, payload: Payload, text: str) -> float:
-        return float(re.fullmatch(self.pattern, text, re.DOTALL) is not None)
+        """Raises TimeoutError."""
+
+        def matched() -> bool:
+            given = {"timeout": self.timeout_s, "concurrent": True}  # concurrent: others run meanwhile
+            return regex.fullmatch(self.pattern, text, regex.DOTALL, **given) is not None
+
+        try:
+            return float(await run_blocking(matched))
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"matching {self.pattern[:60]!r} took longer than {self.timeout_s:g} s on a text of {len(text)} "
+                "characters: write it without repetitions inside of repetitions"
+            ) from error
 
 
 class Tags:
@@ -188,6 +201,8 @@ class Judge:
             raise ValueError(f"score must be a regular expression with a group for the number, found {self.score!r}")
         if not self.lowest < self.highest:
             raise ValueError(f"lowest must be below highest, found {self.lowest} and {self.highest}")
+        if self.neutral is not None and not 0 <= self.neutral <= 1:
+            raise ValueError(f"neutral must lie between 0 and 1, as scores do, found {self.neutral}")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, found {self.timeout_s}")
 

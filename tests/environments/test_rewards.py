@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 
+import numpy as np
 import pytest
 
 from environments.environment import EnvironmentSettings, load_environment
@@ -54,6 +55,35 @@ def test_a_blocking_reward_function_runs_beside_the_event_loop():
 def test_a_part_that_is_no_finite_number_is_refused_by_name(value):
     with pytest.raises(ValueError, match="the reward part odd must be a finite number"):
         given(Rewards({"fine": correct, "odd": lambda payload, text: value}), "1", {"answer": "1"})
+
+
+def test_a_part_may_be_a_number_of_numpy_as_a_reward_may():
+    parts = given(Rewards({"a": lambda payload, text: np.float32(0.5), "b": lambda payload, text: np.int64(2)}))
+    assert parts == {"a": 0.5, "b": 2.0}
+    assert {type(part) for part in parts.values()} == {float}
+
+
+def test_two_parts_of_one_name_are_refused_as_they_would_not_add_up():
+    with pytest.raises(ValueError, match=r"found count\.words twice"):
+        given(Rewards({"count": counted, "count.words": Length(3)}))
+
+
+def test_a_pattern_that_backtracks_without_end_stops_at_its_limit_and_holds_nobody_up():
+    stuck = Matches(r"(<think>(\w|\w\w)*</think>)", timeout_s=0.3)
+    assert given(stuck, "<think>abc</think>") == 1.0
+
+    async def main():
+        waiting = asyncio.create_task(stuck({}, "<think>" + "a" * 5000))
+        turns = 0
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        return turns, waiting.exception()
+
+    turns, error = asyncio.run(main())
+    assert turns >= 3
+    assert isinstance(error, TimeoutError)
+    assert "took longer than 0.3 s on a text of 5007 characters" in str(error)
 
 
 def test_rewards_refuse_what_can_never_be_right():
@@ -197,6 +227,8 @@ def test_a_judge_refuses_settings_that_cannot_work():
         Judge(("http://h:1",), "how good is it?")
     with pytest.raises(ValueError, match="with a group for the number"):
         Judge(("http://h:1",), "{response}", score=r"\d+")
+    with pytest.raises(ValueError, match="neutral must lie between 0 and 1"):
+        Judge(("http://h:1",), "{response}", neutral=5.0)
     with pytest.raises(ValueError, match="tuple of addresses"):
         Judge("http://h:1", "{response}")
     with pytest.raises(JudgeError, match="JUDGE_KEY, which api_key_env names, is not set"):
