@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from environments.builtin import ToolQuestions
+from environments.builtin import ToolQuestions, score_answer
 from environments.environment import Action, EnvironmentSettings, Prepared, load_environment
 from policy.chat import FinishReason, ToolCall
 
@@ -72,3 +72,14 @@ def test_a_run_file_combines_tools(options):
 def test_options_that_cannot_be_used_are_refused(options, changes, message):
     with pytest.raises(ValueError, match=message):
         ToolQuestions(**(options | changes))
+
+
+def test_the_last_answer_counts_and_a_turn_of_opening_tags_alone_is_no_work():
+    def score(text):
+        return score_answer({"answer": "Two  Words"}, [Action(text, (), FinishReason.STOP)]).success
+
+    assert score("<answer>one</answer> or <answer>\ntwo words </answer>, </answer><answer>")
+    assert score("<answer>two words</answer><answer>one")
+    assert not score("<answer><answer>two words</answer>")
+    assert not score("</answer>two words<answer>")
+    assert not score("<answer>" * 100_000)  # the square of it would take minutes
