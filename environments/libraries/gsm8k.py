@@ -95,14 +95,14 @@ class GSM8K:
                 f"environment.options.extraction must be one of {', '.join(Extraction)}, found {self.extraction!r}"
             )
         folder = self.folder.rstrip("/")
-        tasks = task_file(f"{folder}/train.jsonl", seed=self.seed, held_out_file=f"{folder}/test.jsonl")
-        for side, rows in (("train", tasks.training), ("test", tasks.held_out)):
-            for row in rows:
-                if not isinstance(row.get("question"), str) or solution(row) is None:
-                    raise ValueError(
-                        f"{folder}/{side}.jsonl: each line must have `question` and an `answer` that ends with #### "
-                        f"and a number, found {str(dict(row))[:120]}"
-                    )
+        train, test = f"{folder}/train.jsonl", f"{folder}/test.jsonl"
+        tasks = task_file(train, seed=self.seed, key="question", held_out_file=test)
+        for place, row in zip(tasks.places, (*tasks.training, *tasks.held_out), strict=True):
+            if not isinstance(row["question"], str) or solution(row) is None:
+                raise ValueError(
+                    f"{folder}/{place}: each line must have `question` and an `answer` that ends with #### and a "
+                    f"number, found {str(dict(row))[:120]}"
+                )
         object.__setattr__(self, "tasks", tasks)
 
     def make(self) -> GSM8KEnvironment:

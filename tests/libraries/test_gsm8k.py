@@ -75,6 +75,10 @@ def test_the_right_number_is_a_success_and_the_form_counts_apart(play, folder):
 
 
 def test_the_published_split_is_kept_and_questions_of_both_files_are_held_out(play, folder):
+    file = Path(folder) / "train.jsonl"
+    *_, line = file.read_text().splitlines()
+    in_other_words = {**json.loads(line), "answer": f"In other words.\n{json.loads(line)['answer']}"}
+    file.write_text(file.read_text() + json.dumps(in_other_words) + "\n")  # of a question that the other file has too
     tasks = play.spec(NAME, folder=folder).tasks
     held_out = [task["question"] for task in tasks.eval_tasks(12)]
     trained = [tasks.task(n)["question"] for n in range(76)]
@@ -88,7 +92,7 @@ def test_the_published_split_is_kept_and_questions_of_both_files_are_held_out(pl
 def test_lines_that_are_no_questions_are_named(play, folder):
     file = Path(folder) / "train.jsonl"
     file.write_text(file.read_text() + '{"question": "How many?", "answer": "Many."}\n')
-    with pytest.raises(ValueError, match=r"train\.jsonl: .* found .*Many"):
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 41: .* found .*Many"):
         play.spec(NAME, folder=folder)
     file.write_text("{]\n")
     with pytest.raises(ValueError, match=r"train\.jsonl, line 1: a line must be one JSON object"):
