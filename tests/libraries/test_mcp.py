@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.libraries.serving import free_port, start
 
 NAME = "mcp:MCP"
 SERVER = Path(__file__).parent / "mcp_server.py"
@@ -30,28 +30,10 @@ def over_stdio(play, tasks, **more):
     return play.spec(NAME, **tasks, command=[sys.executable, str(SERVER)], **more)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start(port):
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the server ended"
-        with socket.socket() as probe:
-            if not probe.connect_ex(("127.0.0.1", port)):
-                return process
-        time.sleep(0.1)
-    raise AssertionError("the server does not listen")
-
-
 @pytest.fixture(scope="module")
 def address():
     port = free_port()
-    process = start(port)
+    process = start(SERVER, port)
     yield f"http://127.0.0.1:{port}/mcp"
     process.kill()
     process.wait()
@@ -161,14 +143,14 @@ def test_a_server_that_dies_fails_its_episode_and_the_next_has_another(play, tas
 
 def test_over_http_a_server_that_died_is_used_again_when_it_is_back(play, tasks):
     port = free_port()
-    process = start(port)
+    process = start(SERVER, port)
     spec = play.spec(NAME, **tasks, url=f"http://127.0.0.1:{port}/mcp", start_timeout_s=10.0)
     dead = play(spec, [call("die")])
     assert (dead.status, process.wait(timeout=20)) == ("environment_error", 3), dead.error
     away = play(spec, [call("add", a=1, b=1)])
     assert away.status == "environment_error"
     assert "cannot be reached" in away.error
-    process = start(port)
+    process = start(SERVER, port)
     try:
         assert play(spec, [call("add", a=1, b=1), "2"]).status == "completed"
     finally:

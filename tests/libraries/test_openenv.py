@@ -1,13 +1,12 @@
 """A real OpenEnv server in a process of its own, on loopback."""
 
 import json
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.libraries.serving import free_port, start
 
 pytestmark = pytest.mark.libraries
 
@@ -15,28 +14,10 @@ NAME = "openenv:OpenEnv"
 SERVER = Path(__file__).parent / "openenv_server.py"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start(port):
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port)])
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the server ended"
-        with socket.socket() as probe:
-            if not probe.connect_ex(("127.0.0.1", port)):
-                return process
-        time.sleep(0.1)
-    raise AssertionError("the server does not listen")
-
-
 @pytest.fixture(scope="module")
 def server():
     port = free_port()
-    process = start(port)
+    process = start(SERVER, port)
     yield port
     process.kill()
     process.wait()
@@ -76,7 +57,7 @@ def test_a_step_that_takes_too_long_ends_and_the_next_episode_runs(play, server)
 
 def test_a_server_that_dies_fails_its_episodes_and_one_that_is_back_is_used(play):
     port = free_port()
-    process = start(port)
+    process = start(SERVER, port)
     spec = play.spec(NAME, urls=f"http://127.0.0.1:{port}", observation_field="text")
     dead = play(spec, ["die"], step_timeout_s=20.0)
     assert dead.status == "environment_error"
@@ -84,7 +65,7 @@ def test_a_server_that_dies_fails_its_episodes_and_one_that_is_back_is_used(play
     gone = play(spec, ["3"])
     assert gone.status == "environment_error"
     assert "Failed to connect" in gone.error or "connect" in gone.error
-    process = start(port)
+    process = start(SERVER, port)
     try:
         assert play(spec, ["3", "2", "1"]).success
     finally:
