@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments.environment import Action, Message, StepResult, TaskSource
+from environments.environment import Action, Message, StepResult, TaskSource, find_named
 from environments.libraries import Threaded, named
 from environments.tasks import task_file
 
@@ -40,8 +40,8 @@ class Tunix:
     system: str = ""
     """The system message."""
     tool_schemas: str = ""
-    """`module:name` of OpenAI-style schemas, a list or a function that returns one; "" takes those that the
-    environment's `tool_manager` describes, if it has one."""
+    """`module:function` that returns a list of OpenAI-style schemas; "" takes those that the environment's
+    `tool_manager` describes, if it has one."""
     success_at: float = 1.0
     """Least sum of rewards that is a success."""
     seed: int = 0
@@ -50,7 +50,11 @@ class Tunix:
     schemas: Callable[..., Any] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "create", named("make_environment", self.make_environment))
+        object.__setattr__(
+            self,
+            "create",
+            find_named(self.make_environment, f"environment.options.make_environment {self.make_environment!r}"),
+        )
         object.__setattr__(self, "schemas", named("tool_schemas", self.tool_schemas))
         tasks = task_file(self.tasks_file, seed=self.seed, held_out_file=self.held_out_file)
         object.__setattr__(self, "tasks", tasks)
@@ -100,7 +104,10 @@ class TunixEnvironment:
                 }
                 for one, call in zip(ids, calls, strict=True)
             ]
-        observation, reward, done, info = await self._thread.call(lambda: self._inner.step(given))
+        answer = await self._thread.call(lambda: self._inner.step(given))
+        if not (isinstance(answer, tuple | list) and len(answer) == _ANSWER):
+            raise TypeError(f"step must return (observation, reward, done, info), found {answer!r:.200}")
+        observation, reward, done, info = answer
         self._total += float(reward)
         outputs = observation.get("tool_outputs") if isinstance(observation, Mapping) else None
         if isinstance(outputs, Mapping) and calls:
@@ -120,6 +127,10 @@ class TunixEnvironment:
     async def close(self) -> None:
         if self._inner is not None and hasattr(self._inner, "close"):
             await self._thread.call(self._inner.close)
+
+
+_ANSWER = 4
+"""Members of what `step` returns."""
 
 
 def _schemas(environment: Any) -> Sequence[Mapping[str, Any]]:

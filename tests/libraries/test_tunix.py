@@ -32,6 +32,22 @@ def test_the_shape_alone_is_enough(play, tmp_path):
     assert (lost.reward, lost.success, lost.status) == (0.0, False, "completed")
 
 
+def test_one_that_blocks_or_answers_in_another_shape_fails_its_episode_and_no_other(play, tmp_path):
+    options = {"make_environment": f"{MODULE}:Odd", "tool_schemas": f"{MODULE}:schemas"}
+    spec = play.spec(NAME, **options, tasks_file=written(tmp_path, [{"n": n} for n in range(30)]))
+    said = {"0": "block", "1": "five", "2": "anything"}
+    blocked, five, right = play(spec, lambda session, *_: said[session[-1]], members=3, step_timeout_s=1.0)
+    assert (blocked.status, blocked.metrics) == ("timeout", {"close_errors": 1})
+    assert five.status == "environment_error"
+    assert "step must return (observation, reward, done, info), found ('seen', 1.0, True, False, {})" in five.error
+    assert (right.status, right.reward, right.success) == ("completed", 1.0, True), right.error
+    (messages, schemas), *_ = play.chat.shown
+    assert [message.content for message in messages] == ["say what I do"]
+    assert schemas[0]["function"]["name"] == "look"
+    with pytest.raises(ValueError, match="make_environment '': it must be module:Name"):
+        play.spec(NAME, make_environment="", tasks_file=str(tmp_path / "tasks.jsonl"))
+
+
 @pytest.mark.libraries
 def test_tunixs_own_tool_environment_runs_its_tools(play, tmp_path):
     tasks = written(tmp_path, [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(30)])

@@ -1,5 +1,7 @@
 """An environment in Tunix's shape that imports nothing of Tunix, and one of Tunix's own."""
 
+import threading
+
 
 class Guess:
     """Say the word; two tries."""
@@ -21,6 +23,26 @@ class Guess:
 
     def close(self):
         self.closed = True
+
+
+class Odd:
+    """Blocks, or answers in another shape, as it is told; reset gives the observation alone."""
+
+    def __init__(self, task):
+        self.released = threading.Event()
+
+    def reset(self):
+        return "say what I do"
+
+    def step(self, action):
+        if action == "block":
+            self.released.wait(30)
+        return ("seen", 1.0, True, False, {}) if action == "five" else ("seen", 1.0, True, None)
+
+
+def schemas():
+    """Of one tool."""
+    return [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
 def tool_environment(task):
