@@ -249,9 +249,10 @@ class _Pool:
         async with self._opening:
             current = self._shared
             if current is None or current.gone or current.suspect or not await current.answers():
-                current = Connection(self._spec)
+                if current is not None and not current.users:
+                    await current.close()
+                self._shared = current = Connection(self._spec)
                 await current.open()
-                self._shared = current
             current.users += 1
             return current
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -183,3 +184,18 @@ def test_a_server_that_does_not_start_fails_the_episode(play, tasks):
     assert "listed no tools within 1 s" in play(silent, ["2"]).error
     lacking = over_stdio(play, tasks, allowed=["subtract"])
     assert "has no tool subtract; it has add" in play(lacking, ["2"]).error
+
+
+def test_an_idle_server_that_hangs_is_ended_when_the_next_episode_comes(play, tasks, monkeypatch):
+    monkeypatch.setattr("environments.libraries.mcp._PROBE_S", 0.5)
+
+    def lines(session, turn, text):
+        if turn and session.endswith("0"):
+            os.kill(int(re.findall(r"(\d+): ", text)[-1]), signal.SIGSTOP)
+        return "2" if turn else call("note", text="x")
+
+    episodes = play(over_stdio(play, tasks, shared=True), lines, members=2, max_concurrency=1)
+    assert [episode.status for episode in episodes] == ["completed"] * 2, episodes[1].error
+    stopped, other = pids(play)
+    assert stopped != other
+    assert not is_alive(stopped)
