@@ -102,17 +102,14 @@ class MCP:
                 server: Any = mcp.StdioServerParameters(
                     command=self.command[0], args=list(self.command[1:]), env=dict(self.env), cwd=self.cwd
                 )
-            elif self.bearer_env:
+            else:
                 httpx = require("httpx2", _EXTRA)
-                http = httpx.AsyncClient(
-                    headers={"Authorization": f"Bearer {os.environ[self.bearer_env]}"},
-                    timeout=httpx.Timeout(self.start_timeout_s, read=self.call_timeout_s),
-                )
+                token = {"Authorization": f"Bearer {os.environ[self.bearer_env]}"} if self.bearer_env else {}
+                # Reading has no limit of its own: a call has its own, and a server may keep its stream open and silent.
+                http = httpx.AsyncClient(headers=token, timeout=httpx.Timeout(self.start_timeout_s, read=None))
                 await stack.enter_async_context(http)
                 transport = require("mcp.client.streamable_http", _EXTRA).streamable_http_client
                 server = transport(self.url, http_client=http)
-            else:
-                server = self.url
             yield await stack.enter_async_context(mcp.Client(server))
 
     @property

@@ -1,10 +1,12 @@
 """Real MCP servers, each a process of its own: over stdio and over streamable HTTP."""
 
+import http.server
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -199,3 +201,24 @@ def test_an_idle_server_that_hangs_is_ended_when_the_next_episode_comes(play, ta
     stopped, other = pids(play)
     assert stopped != other
     assert not is_alive(stopped)
+
+
+def test_the_token_is_sent(play, tasks, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    sent = []
+
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            sent.append(self.headers["Authorization"])
+            self.send_error(401)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/mcp"
+        episode = play(play.spec(NAME, **tasks, url=url, bearer_env="MY_TOKEN"), ["2"])
+        server.shutdown()
+    assert episode.status == "environment_error"
+    assert set(sent) == {"Bearer secret"}
