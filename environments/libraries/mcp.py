@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -199,6 +200,8 @@ class Connection:
                 raise ToolError(error.message) from error
             raise
         text = "\n".join(_shown(part) for part in result.content)
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text)
         return text
@@ -327,11 +330,13 @@ _MOST_TOOLS = 1000
 
 
 def _shown(part: Any) -> str:
-    """A part of an answer as text; pictures and sounds are named and left out."""
+    """A part of an answer as text: of a link its address; pictures and sounds are named and left out."""
     if part.type == "text":
         return str(part.text)
     if part.type == "resource" and hasattr(part.resource, "text"):
         return str(part.resource.text)
+    if part.type == "resource_link":
+        return str(part.uri)
     return f"[{part.type}]"
 
 

@@ -42,6 +42,11 @@ def address():
     process.wait()
 
 
+@pytest.fixture
+def by_hand(play, tasks):
+    return play.spec(NAME, **tasks, command=[sys.executable, str(SERVER.with_name("mcp_by_hand.py"))])
+
+
 def call(name, **arguments):
     return f"call {name} {json.dumps(arguments)}"
 
@@ -186,6 +191,36 @@ def test_a_server_that_does_not_start_fails_the_episode(play, tasks):
     assert "listed no tools within 1 s" in play(silent, ["2"]).error
     lacking = over_stdio(play, tasks, allowed=["subtract"])
     assert "has no tool subtract; it has add" in play(lacking, ["2"]).error
+
+
+@pytest.mark.parametrize(
+    ("tool", "shown", "counts"),
+    [
+        ("megabytes", "ä" * 4096 + " [4995904 more characters were cut]", {"cut_outputs": 1}),
+        ("picture", "[image]\na", {}),
+        ("link", "file:///notes.txt", {}),
+        ("structured", '{"sum": 3}', {}),
+        ("nothing", "", {}),
+        ("refuses", "error: no such file", {"refused_calls": 1}),
+        ("babbles", "after all", {}),
+        ("hologram", "error: ValidationError: .*", {"tool_errors": 1}),
+        ("number", "error: ValidationError: .*", {"tool_errors": 1}),
+        ("samples", "error: .*not supported.*", {"refused_calls": 1}),
+        ("elicits", "error: .*not supported.*", {"refused_calls": 1}),
+    ],
+)
+def test_whatever_a_tool_answers_is_a_bounded_observation(play, by_hand, tool, shown, counts):
+    episode = play(by_hand, [call(tool), "2"])
+    assert (episode.status, episode.error) == ("completed", "")
+    ((answer,),) = answers(play)
+    assert re.fullmatch(shown if shown.startswith("error") else re.escape(shown), answer, re.DOTALL)
+    assert episode.metrics == {"tool_calls": 1, **counts}
+
+
+def test_a_server_that_leaves_in_a_call_fails_the_episode(play, by_hand):
+    episode = play(by_hand, [call("leaves"), "2"])
+    assert episode.status == "environment_error"
+    assert "is gone" in episode.error
 
 
 def test_an_idle_server_that_hangs_is_ended_when_the_next_episode_comes(play, tasks, monkeypatch):
