@@ -92,7 +92,7 @@ class Verifiable:
         object.__setattr__(self, "tools", tools)
         object.__setattr__(self, "wants_actions", "actions" in inspect.signature(self.reward).parameters)
         if isinstance(self.tasks, TaskList):
-            self.tasks.require(_columns(self.prompt))
+            self.tasks.require(columns(self.prompt))
 
     def make(self) -> ToolEnvironment:
         return _Verified(self)
@@ -126,7 +126,7 @@ def _never(payload: Mapping[str, Any], actions: Sequence[Any]) -> Score:
     raise AssertionError("a Verifiable judges by its own reward function")
 
 
-def _columns(prompt: Prompt) -> list[str]:
+def columns(prompt: Prompt) -> list[str]:
     """The payload's columns that a template names. Raises ValueError for one that is no template."""
     if not isinstance(prompt, str):
         return []
@@ -134,10 +134,10 @@ def _columns(prompt: Prompt) -> list[str]:
         fields = [field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None]
     except ValueError as error:
         raise ValueError(f"prompt {prompt[:60]!r} is no template ({error}): write {{{{ and }}}} for braces") from error
-    columns = [field.split(".")[0].split("[")[0] for field in fields]
-    if any(not column or column.isdigit() for column in columns):
+    found = [field.split(".")[0].split("[")[0] for field in fields]
+    if any(not column or column.isdigit() for column in found):
         raise ValueError(f"prompt {prompt[:60]!r} must name columns, as {{question}} does; {{{{ and }}}} are braces")
-    return list(dict.fromkeys(columns))
+    return list(dict.fromkeys(found))
 
 
 def verifiable(

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import named, require
+from environments.environment import Action, Message, StepResult, TaskSource, find_named
+from environments.libraries import require
 from environments.tasks import task_file
 from environments.tools import Score, Tool, ToolEnvironment, ToolError, call_either, describe
-from environments.verifiable import judged
+from environments.verifiable import columns, judged
 
 _EXTRA = "mcp"
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class MCP:
     allowed: Sequence[str] = ()
     """Tools that the policy is shown; empty for all."""
     prompt: str = "{question}"
-    """What the policy is asked: a template over the task's columns."""
+    """What the policy is asked: a template over the task's columns, of which each task must have all."""
     system: str = ""
     """The system message."""
     held_out_file: str = ""
@@ -77,14 +77,18 @@ class MCP:
         require("mcp", _EXTRA)
         if bool(self.command) == bool(self.url):
             raise ValueError("environment.options must name one of command and url, and not both")
+        for name in ("command", "allowed"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"environment.options.{name} must be a list of texts, found {getattr(self, name)!r}")
         if self.bearer_env and not os.environ.get(self.bearer_env):
             raise ValueError(f"environment.options.bearer_env names {self.bearer_env}, which is not set")
         for name in ("call_timeout_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"environment.options.{name} must be above 0, found {getattr(self, name)}")
         tasks = task_file(self.tasks_file, seed=self.seed, held_out_file=self.held_out_file)
+        tasks.require(columns(self.prompt))
         object.__setattr__(self, "tasks", tasks)
-        object.__setattr__(self, "score", named("reward", self.reward))
+        object.__setattr__(self, "score", find_named(self.reward, f"environment.options.reward {self.reward!r}"))
         object.__setattr__(self, "_pool", _Pool(self))
 
     def make(self) -> MCPEnvironment:

@@ -173,11 +173,15 @@ def test_over_http_a_server_that_died_is_used_again_when_it_is_back(play, tasks)
         ({"command": ["x"], "url": "http://127.0.0.1:1/mcp"}, "one of command and url"),
         ({"url": "http://127.0.0.1:1/mcp", "bearer_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN, which is not set"),
         ({"url": "http://127.0.0.1:1/mcp", "call_timeout_s": 0}, "call_timeout_s must be above 0"),
+        ({"command": "python server.py"}, "command must be a list of texts, found 'python server.py'"),
+        ({"command": ["x"], "allowed": "add"}, "allowed must be a list of texts, found 'add'"),
+        ({"command": ["x"], "prompt": "{problem}"}, "it lacks 'problem'; it has question, answer"),
+        ({"command": ["x"], "reward": ""}, "reward '': it must be module:Name"),
     ],
 )
 def test_what_cannot_be_is_said(play, tasks, options, says):
     with pytest.raises(ValueError, match=says):
-        play.spec(NAME, **tasks, **options)
+        play.spec(NAME, **{**tasks, **options})
 
 
 def test_a_server_that_does_not_start_fails_the_episode(play, tasks):
