@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -223,11 +224,6 @@ def on_the_path(folder: Path, load: Load) -> dict[str, Any]:
         },
     )
     (folder / "run.json").write_text(run.to_json())
-    server = ServerProcess(folder / "pubsub")
-    server.start()
-    os.environ["PUBSUB_EMULATOR_HOST"] = server.address
-    create_topics(run.topics, server.address)
-    log = (folder / "job.log").open("w")
     command = [
         sys.executable,
         "-m",
@@ -237,22 +233,26 @@ def on_the_path(folder: Path, load: Load) -> dict[str, Any]:
         "--runner",
         "DirectRunner",
     ]
-    job = subprocess.Popen(
-        command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-    )
-    try:
+    with contextlib.ExitStack() as stack:
+        server = ServerProcess(folder / "pubsub")
+        server.start()
+        stack.callback(server.kill)
+        os.environ["PUBSUB_EMULATOR_HOST"] = server.address
+        stack.callback(os.environ.pop, "PUBSUB_EMULATOR_HOST")
+        create_topics(run.topics, server.address)
+        log = stack.enter_context((folder / "job.log").open("w"))
+        job = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        )
+        stack.callback(job.wait)
+        stack.callback(job.kill)
         ends = Ends(run)
-        return _watched(load, ends, job)
-    except Exception:
-        print((folder / "job.log").read_text()[-3000:], file=sys.stderr)
-        raise
-    finally:
-        ends.close()
-        job.kill()
-        job.wait()
-        log.close()
-        server.kill()
-        del os.environ["PUBSUB_EMULATOR_HOST"]
+        stack.callback(ends.close)
+        try:
+            return _watched(load, ends, job)
+        except Exception:
+            print((folder / "job.log").read_text()[-3000:], file=sys.stderr)
+            raise
 
 
 def _watched(load: Load, ends: Ends, job: subprocess.Popen[bytes]) -> dict[str, Any]:
