@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from environments.environment import find_named
+from environments.environment import Message, find_named
 from environments.tools import run_blocking
 from trajectories.schema import stream_seed
 
@@ -35,6 +35,12 @@ def require(module: str, extra: str) -> Any:
 def named(option: str, name: str) -> Callable[..., Any] | None:
     """The function that the option names as `module:name`; None if it names none. Raises ValueError."""
     return find_named(name, f"environment.options.{option} {name!r}") if name else None
+
+
+def opening(system: str, text: str) -> list[Message]:
+    """The conversation before the first turn; without a system message where `system` is ""."""
+    asked = Message("user", text)
+    return [Message("system", system), asked] if system else [asked]
 
 
 def held_out(question: str) -> bool:

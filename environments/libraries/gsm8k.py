@@ -13,9 +13,10 @@ from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import Any
 
-from environments.environment import Action, Message, StepResult
-from environments.libraries import between_tags
+from environments.environment import Action, Message
+from environments.libraries import between_tags, opening
 from environments.tasks import TaskList, task_file
+from environments.tools import Score, ToolEnvironment
 
 
 class Extraction(StrEnum):
@@ -105,45 +106,26 @@ class GSM8K:
                 )
         object.__setattr__(self, "tasks", tasks)
 
-    def make(self) -> GSM8KEnvironment:
-        return GSM8KEnvironment(self)
+    def make(self) -> ToolEnvironment:
+        return ToolEnvironment((), self.messages, self.score)
 
-    @property
-    def instructions(self) -> str:
-        return _PROMPTS[Extraction(self.extraction)] if self.system is None else self.system
+    def messages(self, payload: Mapping[str, Any]) -> Sequence[Message]:
+        """The conversation before the turn."""
+        told = _PROMPTS[Extraction(self.extraction)] if self.system is None else self.system
+        return opening(told, payload["question"])
 
-    def judge(self, payload: Mapping[str, Any], text: str) -> StepResult:
-        """The reward of a turn."""
+    def score(self, payload: Mapping[str, Any], turns: Sequence[Action]) -> Score:
+        """What the turn is worth."""
+        text = turns[-1].text
         extraction = Extraction(self.extraction)
         right = extract(text, extraction) == solution(payload)
         parts = {"answer": float(right)}
         if self.format_reward:
             parts["format"] = self.format_reward * bool(re.fullmatch(_FORMATS[extraction], text, re.DOTALL))
-        return StepResult((), sum(parts.values()), True, parts, right)
+        return Score(parts, right)
 
 
 def solution(row: Mapping[str, Any]) -> Decimal | None:
     """The number of a published solution."""
     answer = row.get("answer")
     return extract(answer, Extraction.HASHES) if isinstance(answer, str) else None
-
-
-class GSM8KEnvironment:
-    """One question, one turn."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def __init__(self, spec: GSM8K) -> None:
-        self._spec = spec
-        self._payload: Mapping[str, Any] = {}
-
-    async def reset(self, payload: Mapping[str, Any], *, episode_id: str, seed: int) -> Sequence[Message]:
-        self._payload = payload
-        question, told = Message("user", payload["question"]), self._spec.instructions
-        return [Message("system", told), question] if told else [question]
-
-    async def step(self, action: Action) -> StepResult:
-        return self._spec.judge(self._payload, action.text)
-
-    async def close(self) -> None:
-        """Nothing to give back."""

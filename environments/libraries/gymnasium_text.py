@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult
-from environments.libraries import SeededTasks, Threaded, between_tags, named, require
+from environments.libraries import SeededTasks, Threaded, between_tags, named, opening, require
 
 _EXTRA = "gymnasium"
 
@@ -123,8 +123,7 @@ class GymnasiumEnvironment:
             observation, info = self._environment.reset(seed=payload["seed"], options=payload.get("options"))
             return self._spec.shown(self._environment, observation, info)
 
-        first = Message("user", await self._thread.call(begin))
-        return [Message("system", self._spec.system), first] if self._spec.system else [first]
+        return opening(self._spec.system, await self._thread.call(begin))
 
     async def step(self, action: Action) -> StepResult:
         if not action.finished:

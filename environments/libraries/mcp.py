@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource, find_named
-from environments.libraries import require
+from environments.libraries import opening, require
 from environments.tasks import task_file
 from environments.tools import Score, Tool, ToolEnvironment, ToolError, call_either, describe
 from environments.verifiable import columns, judged
@@ -95,8 +95,7 @@ class MCP:
         return MCPEnvironment(self, self._pool)
 
     def messages(self, payload: Mapping[str, Any]) -> Sequence[Message]:
-        question = Message("user", self.prompt.format_map(payload))
-        return [Message("system", self.system), question] if self.system else [question]
+        return opening(self.system, self.prompt.format_map(payload))
 
     @contextlib.asynccontextmanager
     async def client(self) -> Any:

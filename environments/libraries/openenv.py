@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import SeededTasks, between_tags, named, require
+from environments.libraries import SeededTasks, between_tags, named, opening, require
 from environments.tasks import task_file
 
 _EXTRA = "openenv"
@@ -115,8 +115,7 @@ class OpenEnvEnvironment:
         self._client = self._spec.connect(payload.get("seed", seed))
         await self._client.connect()
         result = await self._client.reset(**{**payload, "episode_id": episode_id})
-        first = Message("user", self._spec.shown(result.observation))
-        return [Message("system", self._spec.system), first] if self._spec.system else [first]
+        return opening(self._spec.system, self._spec.shown(result.observation))
 
     async def step(self, action: Action) -> StepResult:
         if not action.finished:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult
-from environments.libraries import between_tags, held_out, require
+from environments.libraries import between_tags, held_out, opening, require
 from environments.tools import run_blocking
 from trajectories.schema import stream_seed
 
@@ -158,8 +158,7 @@ class QuestionEnvironment:
 
     async def reset(self, payload: Mapping[str, Any], *, episode_id: str, seed: int) -> Sequence[Message]:
         self._payload = payload
-        question = Message("user", payload["question"])
-        return [Message("system", self._spec.system), question] if self._spec.system else [question]
+        return opening(self._spec.system, payload["question"])
 
     async def step(self, action: Action) -> StepResult:
         score, readable = await run_blocking(lambda: self._spec.score(self._payload, action.text))

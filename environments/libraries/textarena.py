@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import SeededTasks, Threaded, named, require
+from environments.libraries import SeededTasks, Threaded, named, opening, require
 from environments.tools import call_either
 from trajectories.schema import stream_seed
 
@@ -257,8 +257,7 @@ class TextArenaEnvironment:
         else:
             self._name, self._side, self._match = spec.match(episode_id)
         await self._match.begin(payload["seed"])
-        first = Message("user", await self._next())
-        return [Message("system", spec.system), first] if spec.system else [first]
+        return opening(spec.system, await self._next())
 
     async def step(self, action: Action) -> StepResult:
         match = self._match

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource, find_named
-from environments.libraries import Threaded, named
+from environments.libraries import Threaded, named, opening
 from environments.tasks import task_file
 
 
@@ -85,8 +85,7 @@ class TunixEnvironment:
         observation = await self._thread.call(begin)
         if isinstance(observation, Mapping) and spec.prompt_key in observation:
             observation = observation[spec.prompt_key]
-        first = Message("user", _text(observation))
-        return [Message("system", spec.system), first] if spec.system else [first]
+        return opening(spec.system, _text(observation))
 
     async def step(self, action: Action) -> StepResult:
         malformed = [call for call in action.tool_calls if call.arguments is None]
