@@ -1,5 +1,7 @@
 """A verifiers taskset of ours: sums, with the answer in a box."""
 
+import os
+import signal
 import time
 from collections.abc import Iterable
 
@@ -17,6 +19,8 @@ class SumTask(vf.Task[SumData]):
     async def right(self, trace: vf.Trace) -> float:
         if "hang" in trace.last_reply:
             time.sleep(600)
+        if "killed" in trace.last_reply:
+            os.kill(os.getpid(), signal.SIGKILL)
         if "raise" in trace.last_reply:
             raise ValueError("told to")
         return vf.verify_boxed_math_answer(trace.last_reply, self.data.answer)

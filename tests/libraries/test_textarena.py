@@ -28,6 +28,10 @@ async def last_free(text, generator):
     return f"[{free_cells(text)[-1]}]"
 
 
+def raises(text, generator):
+    raise LookupError("no move left")
+
+
 def test_the_policy_plays_one_side_against_a_scripted_player(play):
     spec = play.spec(NAME, **TICTACTOE, side=0, system="Win.")
     won = play(spec, ["[8]", "I take [5].", "[2]"])
@@ -88,6 +92,13 @@ def test_a_side_whose_other_has_left_fails_and_does_not_wait(play):
     assert first.status == "policy_error"
     assert second.status == "environment_error"
     assert "the other side's episode ended" in second.error
+
+
+def test_an_opponent_that_raises_fails_the_episode_with_its_words(play):
+    spec = play.spec(NAME, id="TicTacToe-v0", opponent=f"{__name__}:raises", side=0)
+    episode = play(spec, ["[0]"])
+    assert episode.status == "environment_error"
+    assert "LookupError: no move left" in episode.error
 
 
 def test_a_game_for_one_draws_from_its_seed_whatever_else_draws(play):

@@ -40,11 +40,13 @@ def test_the_library_splits_into_training_and_held_out_tasks(spec):
     assert spec.tasks.task(0) == spec.tasks.task(0) != spec.tasks.task(1)
 
 
-def test_a_scoring_that_hangs_or_raises_fails_its_episode_and_no_other(play, spec):
+def test_a_scoring_that_hangs_is_killed_or_raises_fails_its_episode_and_no_other(play, spec):
     payload = spec.tasks.task(1)
     began = time.monotonic()
     hung = play(spec, ["hang"], payload=payload, step_timeout_s=15.0)
     assert (hung.status, time.monotonic() - began < 60) == ("timeout", True)
+    killed = play(spec, ["killed"], payload=payload)
+    assert (killed.status, "the scoring process ended with status -9" in killed.error) == ("environment_error", True)
     raised = play(spec, ["raise"], payload=payload)
     assert raised.status == "environment_error"
     assert "told to" in raised.error
