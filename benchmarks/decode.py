@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.reference import Reference
 from environments.calculator import WordCalculator
 from policy.allocator import keep_freed_memory
 from policy.chat import load_chat
@@ -230,20 +231,10 @@ class Theirs:
 
     def __init__(self, python: Path) -> None:
         gguf = find_model(SMOLLM2).gguf
-        self._process = subprocess.Popen(
-            [str(python), str(ROOT / "benchmarks" / "reference_decode.py"), str(gguf), str(THREADS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._answer()
+        self._process = Reference(python, "reference_decode.py", str(gguf), str(THREADS))
 
     def batch(self, prompts: Sequence[Sequence[int]], new: int, dtype: str = "float32") -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"dtype": dtype, "prompts": prompts, "new_tokens": new}) + "\n")
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
+        return float(self._process.ask({"dtype": dtype, "prompts": prompts, "new_tokens": new})["seconds"])
 
     def episodes(self, script: Script) -> float:
         """Static batches: all episodes of a turn as one, which runs as long as its longest member, then the tools.
@@ -260,17 +251,7 @@ class Theirs:
         return seconds
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the reference ended; run benchmarks/reference_decode.py by hand to see why")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        self._process.close()
 
 
 def memory() -> dict[str, int]:

@@ -18,9 +18,7 @@ import argparse
 import dataclasses
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +33,7 @@ import numpy as np
 from jax.profiler import ProfileData, ProfileOptions
 from numpy.typing import NDArray
 
+from benchmarks.reference import Reference
 from learner.buffer import Held, lay_out_updates
 from learner.losses import LossSettings
 from learner.memory_fed import train_from_memory
@@ -214,21 +213,26 @@ def measure_tunix(workload: Workload, pairs: int, tunix: Path) -> dict[str, Any]
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         file = Path(folder) / "episodes.npz"
         write_episodes(file, workload, closings)
-        theirs = Theirs(tunix, file)
+        theirs = Reference(tunix, "reference_learner.py", str(file), environment=KEEPS_FREED_MEMORY)
+
+        def train(layout: str, size: int) -> dict[str, Any]:
+            """One optimizer step over all episodes."""
+            return theirs.ask({"layout": layout, "size": size})
+
         try:
             tries: dict[str, float] = {}
             for layout, size in workload.tunix:
-                warm = theirs.step(layout, size)
+                warm = train(layout, size)
                 # Their packing masks by segment alone where flash attention is off: on a CPU its loss is not the same.
                 if layout == "padded" and abs(warm["loss"] - first.loss) > 1e-4:
                     raise RuntimeError(f"Tunix's loss is {warm['loss']} and ours {first.loss} on the same episodes")
-                tries[f"{layout} {size}"] = theirs.step(layout, size)["seconds"]
+                tries[f"{layout} {size}"] = train(layout, size)["seconds"]
                 progress(f"tunix, {layout} {size}: {tries[f'{layout} {size}']:.2f} s")
             layout, size = min(workload.tunix, key=lambda way: tries[f"{way[0]} {way[1]}"])
             seconds = in_turns(
                 pairs,
                 ours=lambda: step(ours, lambda: lay_out_updates(held)),
-                tunix=lambda: float(theirs.step(layout, size)["seconds"]),
+                tunix=lambda: float(train(layout, size)["seconds"]),
             )
         finally:
             theirs.close()
@@ -466,44 +470,6 @@ def rows_by_bucket(prepared: PreparedStep) -> dict[str, int]:
     """Bucket -> calls of the step."""
     buckets = [bucket for bucket, _ in prepared.calls]
     return {str(bucket): buckets.count(bucket) for bucket in sorted(set(buckets))}
-
-
-# Tunix
-
-
-class Theirs:
-    """Tunix's trainer in its own process."""
-
-    def __init__(self, python: Path, episodes: Path) -> None:
-        self._process = subprocess.Popen(
-            [str(python), str(ROOT / "benchmarks" / "reference_learner.py"), str(episodes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **KEEPS_FREED_MEMORY},
-        )
-        self._answer()
-
-    def step(self, layout: str, size: int) -> dict[str, Any]:
-        """One optimizer step over all episodes."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"layout": layout, "size": size}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("Tunix's process ended; run benchmarks/reference_learner.py by hand to see why")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
 
 def write_episodes(file: Path, workload: Workload, closings: Sequence[Closing]) -> None:
