@@ -6,6 +6,7 @@ more until somebody ends them. `run` is a run of `learner.train`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -17,15 +18,13 @@ import jax
 import numpy as np
 
 from learner.hosts import Crew, HostedTrainer, Seat, follow, join
-from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.sharding import ShardingSettings
 from learner.step import Trainer
-from learner.train import LearnerSpec, leave, make_trainer, train
-from policy.weights import ModelSettings, load_model
-from tests.learner.actors import BUCKETS, LORA, Tasks
+from learner.train import leave, make_trainer, train
+from policy.weights import load_model
+from tests.learner.actors import Tasks
+from tests.learner.process import spec_of
 from tests.learner.test_step import build, closings, packed_rows, random_adapter
-from trajectories.packing import PackingSettings
-from trajectories.topics import Topics
 
 
 def rows(number: int) -> Any:
@@ -65,18 +64,8 @@ def steps(settings: dict[str, Any], seat: Seat) -> None:
 
 
 def run(settings: dict[str, Any], seat: Seat) -> int:
-    spec = LearnerSpec(
-        run_id=settings["run_id"],
-        topics=Topics("headrace-test", settings["run_id"]),
-        storage_url=settings["storage_url"],
-        model=ModelSettings(settings["model"]),
-        lora=LORA,
-        sharding=ShardingSettings(fsdp=2, hosts=seat.hosts),
-        packing=PackingSettings(buckets=BUCKETS),
-        learner=LearnerSettings(groups_per_step=3, group_size=4, steps=settings["steps"], unstarted_deadline_s=5),
-        checkpoints=CheckpointSettings(every_steps=2),
-        evaluation=EvaluationSettings(questions=0),
-    )
+    settings["every_steps"] = 2
+    spec = dataclasses.replace(spec_of(settings), sharding=ShardingSettings(fsdp=2, hosts=seat.hosts))
     if not seat.owns:
         follow(seat, spec, lambda: make_trainer(spec, load_model(spec.model)))
     crew = Crew(seat, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.train import LearnerSpec, leave, train
@@ -15,9 +15,8 @@ from trajectories.packing import PackingSettings
 from trajectories.topics import Topics
 
 
-def main() -> NoReturn:
-    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-    spec = LearnerSpec(
+def spec_of(settings: dict[str, Any]) -> LearnerSpec:
+    return LearnerSpec(
         run_id=settings["run_id"],
         topics=Topics("headrace-test", settings["run_id"]),
         storage_url=settings["storage_url"],
@@ -28,7 +27,11 @@ def main() -> NoReturn:
         checkpoints=CheckpointSettings(every_steps=settings["every_steps"]),
         evaluation=EvaluationSettings(questions=0),
     )
-    leave(train(spec, Tasks(), folder))
+
+
+def main() -> NoReturn:
+    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    leave(train(spec_of(settings), Tasks(), folder))
 
 
 if __name__ == "__main__":

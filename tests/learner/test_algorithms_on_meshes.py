@@ -4,10 +4,9 @@ One compilation a mesh holds all algorithms: their losses share one forward pass
 each of them. That a whole step of the trainer does not depend on the mesh is in `test_sharding.py`.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.learner.elsewhere import run_elsewhere
 
 TESTS = Path(__file__).parent
 ROWS_AND_TRAINER = """
@@ -136,12 +135,7 @@ print("equal")
 
 def run(code: str) -> None:
     code = (ROWS_AND_TRAINER + code).format(repository=str(TESTS.parents[1]), tests=str(TESTS))
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "equal" in done.stdout
+    assert "equal" in run_elsewhere("-c", code, timeout_s=280, devices=8)
 
 
 def test_every_algorithm_on_every_mesh() -> None:

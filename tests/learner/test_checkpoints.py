@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +13,7 @@ import pytest
 
 from learner.checkpoints import CheckpointError, Checkpoints, Snapshot
 from tests.gcs import fake_gcs
+from tests.learner.elsewhere import run_elsewhere
 from trajectories.storage import Storage, open_storage
 
 
@@ -116,18 +114,9 @@ def assert_same(left: State, right: State) -> None:
 
 
 def test_killed_at_any_moment_the_newest_is_one_that_was_saved(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.learner.killed", str(tmp_path), "8"],
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    *_, last = done.stdout.splitlines()
-    print(done.stdout)
+    printed = run_elsewhere("-m", "tests.learner.killed", str(tmp_path), "8", timeout_s=120)
+    *_, last = printed.splitlines()
+    print(printed)
     assert int(last) > 0
 
 

@@ -1,14 +1,10 @@
 """A resumed run's next step is the uninterrupted one's, bit for bit, whatever process takes it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 
 from learner.checkpoints import Checkpoints, Snapshot
+from tests.learner.elsewhere import run_elsewhere
 from tests.learner.resumed import take_step, trainer
 from trajectories.storage import open_storage
 
@@ -23,16 +19,7 @@ def test_another_process_takes_the_same_next_step_bit_for_bit(tmp_path):
     metrics = take_step(uninterrupted, 2)
     assert metrics.updates == 4
     expected = jax.tree.map(np.array, uninterrupted.state())
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.learner.resumed", str(tmp_path)],
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_elsewhere("-m", "tests.learner.resumed", str(tmp_path), timeout_s=240)
     found = Checkpoints(storage, 3, keep=9).newest(expected)
     assert found.step == 3
     assert found.record == {name: getattr(metrics, name) for name in ("loss", "gradient_norm", "value_loss")}

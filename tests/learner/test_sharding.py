@@ -1,25 +1,18 @@
 """Arrays lie where the table says, and the step does not depend on the mesh."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from learner.sharding import Sharding, ShardingSettings
+from tests.learner.elsewhere import run_elsewhere
 
 
 @pytest.mark.parametrize("what", ["step", "gemma", "kernel", "places", "quantized"])
 def test_eight_devices_take_the_step_of_one(what):
-    script = Path(__file__).parent / "on_meshes.py"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, script, what], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "equal" in done.stdout
+    script = Path(__file__).with_name("on_meshes.py")
+    assert "equal" in run_elsewhere(str(script), what, timeout_s=280, devices=8)
 
 
 def test_one_device_is_a_mesh_too():
