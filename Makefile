@@ -72,7 +72,7 @@ bench: setup  ## The busy fraction of the learner, beside memory-fed and synchro
 bench-decode: setup $(REFERENCE)/.installed  ## The sampling engine on a CPU, beside transformers.generate (downloads torch)
 	$(BIN)/python -m benchmarks.decode --json --reference $(REFERENCE)/bin/python $(ARGS)
 
-bench-setup: $(TUNIX)/.installed  ## Build .venv-tunix, which bench-learner compares with
+bench-setup: $(TUNIX)/.installed  ## Build .venv-tunix, which bench-learner and bench-rollouts compare with
 
 bench-learner: setup bench-setup  ## The learner's packing, shared prompts and gaps, beside google-tunix's trainer
 	$(BIN)/python -m benchmarks.learner --json --tunix $(TUNIX)/bin/python $(ARGS)
