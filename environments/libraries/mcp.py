@@ -252,8 +252,11 @@ class _Pool:
         async with self._opening:
             current = self._shared
             if current is None or current.gone or current.suspect or not await current.answers():
-                if current is not None and not current.users:
-                    await current.close()
+                if current is not None:
+                    why = current.gone or ("a call was given up" if current.suspect else "it does not answer")
+                    log.warning("the MCP server %s is connected to anew: %s", self._spec.where, why)
+                    if not current.users:
+                        await current.close()
                 self._shared = current = Connection(self._spec)
                 await current.open()
             current.users += 1

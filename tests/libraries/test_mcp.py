@@ -227,7 +227,7 @@ def test_a_server_that_leaves_in_a_call_fails_the_episode(play, by_hand):
     assert "is gone" in episode.error
 
 
-def test_an_idle_server_that_hangs_is_ended_when_the_next_episode_comes(play, tasks, monkeypatch):
+def test_an_idle_server_that_hangs_is_ended_when_the_next_episode_comes(play, tasks, monkeypatch, caplog):
     monkeypatch.setattr("environments.libraries.mcp._PROBE_S", 0.5)
 
     def lines(session, turn, text):
@@ -240,6 +240,7 @@ def test_an_idle_server_that_hangs_is_ended_when_the_next_episode_comes(play, ta
     stopped, other = pids(play)
     assert stopped != other
     assert not is_alive(stopped)
+    assert "is connected to anew: it does not answer" in caplog.text
 
 
 def test_the_token_is_sent(play, tasks, monkeypatch):
