@@ -4,14 +4,13 @@ import json
 import sys
 
 RESULTS = {
-    "megabytes": {"content": [{"type": "text", "text": "ä" * 5_000_000}]},
+    "megabytes": {"content": [{"type": "text", "text": "ä" * 1_000_000}]},
     "hologram": {"content": [{"type": "hologram", "beams": 3}]},
     "picture": {"content": [{"type": "image", "data": "aaaa", "mimeType": "image/png"}, {"type": "text", "text": "a"}]},
     "link": {"content": [{"type": "resource_link", "uri": "file:///notes.txt", "name": "notes"}]},
     "structured": {"content": [], "structuredContent": {"sum": 3}},
     "nothing": {"content": []},
     "refuses": {"content": [{"type": "text", "text": "no such file"}], "isError": True},
-    "number": 7,
 }
 REQUESTS = {
     "samples": ("sampling/createMessage", {"messages": [], "maxTokens": 8}),

@@ -36,8 +36,11 @@ class Odd:
 
     def step(self, action):
         if action == "block":
-            self.released.wait(30)
+            self.released.wait(10)
         return ("seen", 1.0, True, False, {}) if action == "five" else ("seen", 1.0, True, None)
+
+    def close(self):
+        self.released.set()
 
 
 def schemas():
