@@ -6,12 +6,14 @@
                                                    COMMITTED.json  SHA-256 of all of it, written last
 
 Invariants: a checkpoint is used only if it has its marker and everything in it is what the marker says; one that is not
-used is named in a warning; incarnations never write to one another's folders. What is saved is whole arrays, so it does
-not matter how the mesh of a run spread them. Never pickle.
+used is named in a warning, and none is passed over because it cannot be read at the moment; what a failed save leaves
+takes up no room; incarnations never write to one another's folders. What is saved is whole arrays, so it does not
+matter how the mesh of a run spread them. Never pickle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -23,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trajectories.storage import Storage
+from trajectories.storage import NotFound, Storage, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,12 @@ _MARKER = "COMMITTED.json"
 _LEDGER = "ledger"
 _RECORD = "record.json"
 _STATE = "state"
+_UNREAD = re.compile(
+    "UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED"
+    "|(?!NOT_FOUND).*os_error_code",
+    re.DOTALL,
+)
+"""How tensorstore's messages look where it could not read; others say what it read."""
 _NAME = re.compile(r"(\d{6,})-(\d{6,})-step-(\d+)")
 
 
@@ -62,10 +70,21 @@ class Checkpoints:
     def save(self, snapshot: Snapshot, *, protect: Collection[int] = ()) -> str:
         """Write a checkpoint, wait until it is durable, and remove those that are too many; returns its name.
 
-        The newest of each step in `protect` stay.
+        The newest of each step in `protect` stay. Raises whatever made it impossible.
         """
         self._serial += 1
         name = f"{self._incarnation:06d}-{self._serial:06d}-step-{snapshot.step}"
+        try:
+            self._write(name, snapshot)
+        except BaseException:
+            # Where storage is full, half of a checkpoint would leave no room for the next one.
+            with contextlib.suppress(Exception):
+                _remove(f"{self._storage.url}/{name}")
+            raise
+        self._prune(protect)
+        return name
+
+    def _write(self, name: str, snapshot: Snapshot) -> None:
         leaves = _leaves(snapshot.state)
         record = json.dumps(snapshot.record).encode()
         _checkpointer_save(f"{self._storage.url}/{name}/{_STATE}", leaves)
@@ -79,8 +98,6 @@ class Checkpoints:
             "record": hashlib.sha256(record).hexdigest(),
         }
         self._storage.write(f"{name}/{_MARKER}", json.dumps(marker).encode())
-        self._prune(protect)
-        return name
 
     def names(self) -> list[str]:
         """Committed checkpoints, newest first."""
@@ -91,7 +108,8 @@ class Checkpoints:
         """The newest whole checkpoint, its state with the structure of `like`; None if there never was one.
 
         Half-written and damaged ones are passed over with a warning. Raises CheckpointError if all that were whole once
-        are damaged, ValueError if the newest whole one is of another model, adapter or optimizer.
+        are damaged, StorageError if one cannot be read at the moment, ValueError if the newest whole one is of another
+        model, adapter or optimizer.
         """
         names = self.names()
         for name in sorted(self._folders(), key=_age, reverse=True):
@@ -101,6 +119,11 @@ class Checkpoints:
             try:
                 step, leaves, ledger, record = self._read(name)
             except Exception as error:
+                if _is_unread(error):
+                    raise StorageError(
+                        f"checkpoint {name} in {self._storage.url} cannot be read: {error}. Start again when it can; "
+                        "to go on from the one before it, remove it"
+                    ) from error
                 # Whatever the bytes on a disk have become, Orbax, tensorstore and JSON each raise their own.
                 logger.warning("checkpoint %s in %s is damaged and passed over: %s", name, self._storage.url, error)
                 continue
@@ -115,6 +138,8 @@ class Checkpoints:
         marker = json.loads(self._storage.read(f"{name}/{_MARKER}"))
         if marker["format"] != _FORMAT:
             raise ValueError(f"it has format {marker['format']}, this process reads {_FORMAT}")
+        if marker["step"] != _step(name):
+            raise ValueError(f"it is of step {marker['step']}, and has another's name")
         ledger = self._storage.read(f"{name}/{_LEDGER}")
         record = self._storage.read(f"{name}/{_RECORD}")
         for what, data in (("ledger", ledger), ("record", record)):
@@ -157,6 +182,13 @@ def _step(name: str) -> int:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[3])
+
+
+def _is_unread(error: Exception) -> bool:
+    """Whether an error says that bytes could not be read, and nothing of what they are."""
+    if isinstance(error, OSError):
+        return not isinstance(error, NotFound | FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return isinstance(error, MemoryError) or _UNREAD.match(str(error)) is not None
 
 
 def _leaves(state: Any) -> dict[str, Any]:

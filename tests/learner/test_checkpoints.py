@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import logging
+import resource
 import secrets
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +16,7 @@ import pytest
 from learner.checkpoints import CheckpointError, Checkpoints, Snapshot
 from tests.gcs import fake_gcs
 from tests.learner.elsewhere import run_elsewhere
-from trajectories.storage import Storage, open_storage
+from trajectories.storage import Storage, StorageError, open_storage
 
 
 class State(NamedTuple):
@@ -127,6 +129,52 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     storage.write(f"{name}/record.json", b"{}")
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoints.newest(state(0))
+
+
+def test_another_checkpoints_name_is_damage(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(open_storage(str(tmp_path)), 1, keep=3)
+    first, second = (checkpoints.save(snapshot(step)) for step in (1, 2))
+    shutil.rmtree(tmp_path / second)
+    (tmp_path / first).rename(tmp_path / second)
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoints.newest(state(0))
+
+
+@pytest.mark.parametrize("how", ["storage", "tensorstore"])
+def test_what_cannot_be_read_at_the_moment_is_not_passed_over(how: str, two_checkpoints: Path, tmp_path: Path) -> None:
+    """An outage must not throw the run back to the checkpoint before, nor end it for good."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    checkpoints = Checkpoints(open_storage(str(folder)), 2, keep=2)
+    newest = folder / "000001-000002-step-2"
+    files = [newest / "ledger"] if how == "storage" else [*newest.glob("state/d/*"), *newest.glob("state/ocdbt*/d/*")]
+    for file in files:
+        file.rename(file.with_name(f"whole-{file.name}"))
+        file.symlink_to(file.name)  # opening it fails, whoever asks
+    with pytest.raises(StorageError, match=r"000001-000002-step-2 .* cannot be read: .* Start again when it can"):
+        checkpoints.newest(state(0))
+    for file in files:
+        file.with_name(f"whole-{file.name}").replace(file)
+    found = checkpoints.newest(state(0))
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_save_that_fails_leaves_its_room_to_the_next(tmp_path: Path) -> None:
+    """Storage that is full, as a limit on the size of files."""
+    checkpoints = Checkpoints(open_storage(str(tmp_path)), 1, keep=2)
+    checkpoints.save(snapshot(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        with pytest.raises(OSError, match="too large"):
+            checkpoints.save(Snapshot(2, state(2), bytes(200_000), {}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.glob("0*")] == checkpoints.names() == ["000001-000001-step-1"]
+    assert checkpoints.save(snapshot(3)) == "000001-000003-step-3"
 
 
 def test_another_model_is_named(tmp_path: Path) -> None:
