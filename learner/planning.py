@@ -34,7 +34,7 @@ from learner.parallel import CHUNK
 from learner.sharding import MESH_AXES, PARAMETER_AXES, ShardingSettings, adapter_axes, partition
 from policy.families import PROJECTIONS
 from policy.lora import LoraSettings, adapter_shapes
-from policy.quantization import parts_of
+from policy.quantization import check_shapes, parts_of
 from policy.settings import Quantization, Remat
 from policy.transformer import ModelConfig
 
@@ -127,7 +127,7 @@ class Topology:
     @classmethod
     def parse(cls, text: str) -> Topology:
         """`v5e-64` as Google names slices, or `v5p:4x4x4` by its shape. Raises PlanError with the known ones."""
-        found = re.fullmatch(r"(v\d\w?)(?:-(\d+)|:(\d+(?:x\d+)+))", text)
+        found = re.fullmatch(r"(v\d\w?)(?:-([0-9]{1,6})|:([0-9]{1,6}(?:x[0-9]{1,6})+))", text)
         chip = CHIPS.get(found[1]) if found else None
         if found is None or chip is None:
             raise PlanError(f"a topology is {', '.join(f'{name}-N' for name in CHIPS)}, such as v5e-64; found {text!r}")
@@ -137,7 +137,8 @@ class Topology:
             given = tuple(int(n) for n in found[3].split("x"))
             shapes = [shape for shape in chip.slices if shape == given]
         if not shapes:
-            known = ", ".join(cls(chip, shape).name for shape in chip.slices)
+            every = [cls(chip, shape) for shape in chip.slices]
+            known = ", ".join(one.name if found[2] else f"{one.name} ({one.layout})" for one in every)
             raise PlanError(f"slices of {chip.name} are {known}; found {text!r}")
         return cls(chip, shapes[0])
 
@@ -179,6 +180,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.bucket < 1 or self.rows < 1:
             raise PlanError(f"bucket and rows must be at least 1, found {self.bucket} and {self.rows}")
+        check_shapes(self.config.layer_shapes(), self.quantize)
 
     def check(self, mesh: ShardingSettings) -> None:
         """Raises PlanError unless the mesh covers the slice and the rows spread over it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError("--set changes settings of a run file: name one")
     elif args.model is None:
         raise SettingsError("name a run file, or give --model")
+    if args.candidates < 0:
+        raise SettingsError(f"--compile must be 0 (estimate alone) or more meshes, found {args.candidates}")
     rank = 16 if args.lora_rank is None else args.lora_rank
     try:
         plan = Plan(
@@ -122,6 +125,8 @@ def model_config(name: str) -> ModelConfig:
     if name in PRESETS:
         return PRESETS[name]
     try:
+        if not name:
+            raise ModelError("it is empty")
         files = find_model(name)
         if files.folder is None:
             return load_model(ModelSettings(name)).config
@@ -130,12 +135,12 @@ def model_config(name: str) -> ModelConfig:
         foreign = isinstance(found, dict) and ("model_type" in found or "architectures" in found)
         return ModelConfig(**hf_config(found)) if foreign else ModelConfig.from_json(text)
     except ModelError as error:
-        if Path(name).exists():
+        if name and Path(name).exists():
             raise SettingsError(f"--model {name}: {error}") from error
         if (known := published(name)) is not None:
             return PRESETS[known]
         raise SettingsError(f"--model {name!r} is no folder, no .gguf file and none of {', '.join(PRESETS)}") from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SettingsError(f"--model {name}: {error}") from error
 
 
@@ -149,7 +154,7 @@ def parse_mesh(text: str) -> ShardingSettings | None:
     sizes = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if name not in MESH_AXES or not size.isdigit() or name in sizes:
+        if name not in MESH_AXES or not re.fullmatch("[0-9]{1,9}", size) or name in sizes:
             raise PlanError(
                 f"--mesh gives each of {', '.join(MESH_AXES)} once, such as fsdp=8,tensor=8; found {text!r}"
             )

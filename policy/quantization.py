@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from policy.families import PROJECTIONS
 from policy.settings import Quantization
 
 Array = Any
@@ -120,6 +122,16 @@ def block_of(inputs: int, format: Quantization) -> int:
     if block < 2 and format is not Quantization.INT8:
         raise ValueError(f"{format} packs inputs in pairs, and a matrix has {inputs} of them: int8 takes any number")
     return block
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], format: Quantization) -> None:
+    """Raises ValueError if a projection of these {name: (inputs, outputs)} cannot be held so, and names it."""
+    for name, shape in shapes.items():
+        if format is not Quantization.NONE and name in PROJECTIONS:
+            try:
+                block_of(shape[0], format)
+            except ValueError as error:
+                raise ValueError(f"model.quantize is {format}, which {name} does not allow: {error}") from error
 
 
 def parts_of(shape: tuple[int, int], format: Quantization) -> tuple[tuple[tuple[int, int], np.dtype[Any]], ...]:

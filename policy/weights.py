@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from policy.families import GGUF_ROPE_FACTORS, PROJECTIONS, Unsupported, family_of, gguf_config, hf_config
 from policy.files import CALCULATOR_TINY, SMOLLM2, ModelError, find_model
-from policy.quantization import rounded
+from policy.quantization import check_shapes, rounded
 from policy.settings import Quantization
 from policy.transformer import FUSED, ModelConfig, Params, unstack_layers
 
@@ -215,6 +215,10 @@ def load_model(settings: ModelSettings) -> LoadedModel:
     else:
         assert files.folder is not None
         weights = _open_folder(files.folder, settings.dtype)
+    try:
+        check_shapes(weights.config.layer_shapes(), settings.quantize)
+    except ValueError as error:
+        raise ModelError(f"{settings.path}: {error}") from error
     weights = dataclasses.replace(weights, quantize=settings.quantize)
     return LoadedModel(weights, files.name, files.base_model, files.gguf, files.folder)
 

@@ -84,6 +84,10 @@ def test_without_a_compiler_it_says_how_to_get_one_and_estimates(capsys, monkeyp
         (("--model", "llama-9"), "none of gemma-2b"),
         (("--rows", "0"), "at least 1"),
         (("--lora-rank", "0"), "lora.rank must be at least 1"),
+        (("--compile", "-1"), "--compile must be 0"),
+        (("--mesh", "fsdp=²"), "such as fsdp=8,tensor=8; found 'fsdp=²'"),
+        (("--topology", "v5p:2x2"), "slices of v5p are v5p-8 (2x2x1), v5p-16 (2x2x2)"),
+        (("--model", ""), "--model '' is no folder"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_mend(arguments, words, capsys):
@@ -108,9 +112,13 @@ def test_a_folder_needs_no_weights(tmp_path, capsys):
     assert (status, found["model"]) == (0, str(tmp_path))
     folder = str(find_model("calculator-tiny").folder)
     assert plan(capsys, "--model", folder, "--topology", "v5e-4", "--compile", "0")[0] == 0
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    assert main(["plan", "--model", str(tmp_path), "--topology", "v5e-4"]) == 2
-    assert "'mamba' is not supported" in capsys.readouterr().err
+    for change, words in (
+        ({"model_type": "mamba"}, "'mamba' is not supported"),
+        ({"intermediate_size": 99}, "model.quantize is nf4, which down_proj does not allow: nf4 packs inputs in pairs"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        assert main(["plan", "--model", str(tmp_path), "--topology", "v5e-4", "--quantize", "nf4"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_every_published_model_has_a_plan():

@@ -1,5 +1,6 @@
 """Loading models: parity with Hugging Face transformers on the same file, and errors that list what is wrong."""
 
+import dataclasses
 from pathlib import Path
 
 import gguf
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from policy.settings import Quantization
 from policy.transformer import ModelConfig, hidden_states, stack_layers, unembed, visible
 from policy.weights import ModelError, ModelSettings, load_model, save_model
 
@@ -192,6 +194,14 @@ def test_wrong_folders_are_refused(tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json"):
         load(tmp_path)
+
+
+def test_a_base_that_cannot_be_held_so_is_refused_before_anything_reads_it(tmp_path):
+    odd = dataclasses.replace(TINY, mlp_dim=33)
+    save_model(tmp_path, odd, random_params(odd))
+    with pytest.raises(ModelError, match=r"quantize is int4, which down_proj does not allow: .* int8 takes any number"):
+        load_model(ModelSettings(str(tmp_path), quantize=Quantization.INT4))
+    assert load_model(ModelSettings(str(tmp_path), quantize=Quantization.INT8)).config == odd
 
 
 @pytest.mark.parametrize(
