@@ -33,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROOT",
         help="let clients load adapters from below this folder or gs:// prefix; may be repeated",
     )
+    parser.add_argument(
+        "--max-adapters",
+        type=int,
+        default=4,
+        metavar="N",
+        help="adapters held at once beside the base model (default: 4); the one used longest ago makes room",
+    )
     parser.add_argument("--follow", default="", metavar="STORAGE", help="keep a run's newest adapter in force")
     parser.add_argument(
         "--api-key-env", default="", metavar="NAME", help="ask clients for the key in this environment variable"
@@ -61,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             adapter_roots=(*args.adapters, *([storage] if storage else [])),
             follow=args.follow,
             api_key=key,
+            max_adapters=args.max_adapters,
         )
         serve(model, lora, sampling, settings, lambda url: print(f"serving {model.path} at {url}", flush=True))
     except (AddressError, AdapterError, ValueError, OSError) as error:

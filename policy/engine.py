@@ -227,6 +227,8 @@ class Engine:
 
         self.slots = settings.slots
         """Rows of the cache."""
+        self.adapter_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._adapter))
+        """Memory of each adapter that is in force or kept."""
         self.compiles = 0
         """Functions compiled so far; constant after construction."""
         self.failures = 0
@@ -466,8 +468,6 @@ class Engine:
             self._replaced[self._version] = None
         self._adapter, self._version = pending
         self._replaced.pop(self._version, None)
-        for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
-            del self._replaced[old]
         self._end_unserved()
 
     def _keep_or_drop(self, note: _Keep) -> None:
@@ -482,6 +482,8 @@ class Engine:
 
     def _end_unserved(self) -> None:
         """End what is pinned to a version that is served no more."""
+        for old in list(self._replaced)[:-REMEMBERED_VERSIONS]:
+            del self._replaced[old]
         for request in [r for r in self._active if not self._serves(r)]:
             text = f"pinned version {request.pinned} was replaced by {self._version} during the turn"
             self._finish(request, PolicyError(f"session {request.session.name}: {text}"))
@@ -788,9 +790,10 @@ class Engine:
         drawn, logprobs, *rest = map(np.asarray, self._call_decode(size, arguments, self._adapter_of(version)))
         kept = rest[0] if rest else np.zeros((len(drawn), size, 0), np.int32)
         finite = np.isfinite(logprobs).all(0)
-        if not any(finite[row.index] for _, row in ready):
+        if any(finite[row.index] for _, row in ready):
+            self._note_first_token(version)
+        elif all(self._version_for(request) == version for request in self._active):
             raise PolicyError(f"version {version} gives log-probabilities that are not finite")
-        self._note_first_token(version)
         for request, row in ready:
             i = row.index
             if not finite[i]:

@@ -577,7 +577,7 @@ class RemotePolicy:
             if model is None:
                 raise PolicyError(f"session {session_id}: pinned version {pinned} was replaced by {self.version}")
             with _using(model):
-                sampled = await self._ask(server, model, ids, asked, pinned is not None)
+                sampled = await self._ask(server, model, ids, asked)
             completion = self._completion(server, model.version, sampled, params, max_tokens)
             self._note(model.version, len(sampled.ids))
             return completion
@@ -629,16 +629,12 @@ class RemotePolicy:
         now = self._loop.time()
         return next((s for s in order if s.skip_until <= now), min(order, key=lambda s: s.skip_until))
 
-    async def _ask(
-        self, server: _Server, model: _Loaded, ids: list[int], params: SamplingParams, pinned: bool
-    ) -> Sampled:
+    async def _ask(self, server: _Server, model: _Loaded, ids: list[int], params: SamplingParams) -> Sampled:
         """One completion of one server. Raises _Again or PolicyError."""
         await self._greet(server)
         if params.truncates or params.temperature not in (0.0, 1.0):
             await self._check_temperature(server, model, ids)
         status, text = await self._generate(server, model, ids, params)
-        if status == 409 and not pinned:
-            raise _Again(_refusal(server, self._wire.generate, status, text))
         if status != 200:
             raise PolicyError(_refusal(server, self._wire.generate, status, text))
         return self._read(server, text)
@@ -776,8 +772,6 @@ class RemotePolicy:
         async with self._asking(server):
             if server.at_temperature is None:
                 status, text = await self._generate(server, model, ids[:16], PROBE)
-                if status == 409:
-                    raise _Again(_refusal(server, self._wire.generate, status, text))
                 if status != 200:
                     raise PolicyError(
                         "whether the log-probs are those at the sampling temperature cannot be found out, so only "

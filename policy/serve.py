@@ -7,14 +7,14 @@
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter, /load_lora_adapter, /unload_lora_adapter
     GET  /health, /v1/models, /metrics
 
-Invariants: a request is answered by the version it names, whole, or refused; a request whose client has gone gives its
+Invariants: a request is answered by the model it names, whole, or refused; a request whose client has gone gives its
 slot back; nothing that a client sends or a storage holds ends the server, and what it refuses says what, where and how
 to mend it.
 
-The engine holds one adapter, and what is in force is what the engine says. Loading another puts it in force: requests
-that name the new one wait, those that name the old one may end for a moment, then they are refused with 409. A change
-of adapters runs to its end whatever becomes of the client that asked for it. A request that names no model is sampled
-by whatever is in force.
+The engine holds several adapters beside the base model, each of which answers to its name. The one that was loaded last
+is in force: it answers the requests that name no model. Where another needs the room, the one that was used longest ago
+goes, never one in force or with requests under way. A change of adapters runs to its end whatever becomes of the client
+that asked for it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ BASE = Version(0, 0)
 REMEMBERED_ADAPTERS = 256
 LONGEST_NAME = 256
 """Characters of an adapter's name."""
-SWAP_S = 60.0
-"""Most seconds for the engine to take an adapter over: one call of it."""
 READ_S = 120.0
 """Most seconds for a storage to give an adapter."""
 STOP_S = 2.0
@@ -93,12 +91,18 @@ class ServeSettings:
     """What clients must send as a bearer token; empty: nothing."""
     max_body_bytes: int = 0
     """0: what a full context needs, `MOST_BYTES` at the most. Reading a body holds up everybody else's requests."""
-    drain_s: float = 5.0
-    """Most seconds that an adapter waits for requests that name the one before it."""
+    max_adapters: int = 4
+    """Adapters held at once, beside the base model: the next, the newest, one whose requests end, one evaluated."""
+    room_s: float = 30.0
+    """Most seconds that an adapter waits for one of those held to have no request under way."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"the port must be from 0 (any free one) to 65535, found {self.port}")
+        if self.max_adapters < 2:
+            raise ValueError(
+                f"the adapters held must be at least 2, found {self.max_adapters}: one comes while another is in force"
+            )
 
 
 class AddressError(RuntimeError):
@@ -113,14 +117,20 @@ class Refused(Exception):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """An adapter that was loaded: the engine's version of it, and where it came from."""
+@dataclass(eq=False, slots=True)
+class _Model:
+    """The base model, or an adapter that the engine holds."""
 
+    name: str
     version: Version
-    url: str
-    digest: str
-    """SHA-256 of its values: one adapter may have several names."""
+    """The engine's."""
+    url: str = ""
+    digest: str = ""
+    """SHA-256 of its values."""
+    uses: int = 0
+    """Requests under way that it answers."""
+    used: int = 0
+    """When it was loaded or answered last, in steps of a counter."""
 
 
 _INCARNATIONS = itertools.count(1)
@@ -128,7 +138,7 @@ _INCARNATIONS = itertools.count(1)
 
 
 class ServedPolicy:
-    """One engine, and the names of the adapters that it had. All calls on one event loop."""
+    """One engine, and the models that it holds by their names. All calls on one event loop."""
 
     def __init__(
         self,
@@ -144,23 +154,18 @@ class ServedPolicy:
         self.vocab_size = config.vocab_size
         self._config, self._lora, self._settings = config, lora, settings
         self._roots = [*settings.adapter_roots, *filter(None, [settings.adapter, settings.follow])]
-        self._base = zero_adapter(config, lora)
-        self._known: dict[str, _Known] = {}
-        """By name, the latest loaded last."""
-        self._names: dict[Version, str] = {}
-        """What each version of the engine was called when it was loaded last."""
+        self._zero = zero_adapter(config, lora)
+        self._base = self._in_force = _Model(name, BASE)
+        self._models = {name: self._base}
+        """What requests may name."""
+        self._held: list[_Model] = []
+        """The adapters in the engine. One that nobody may name any more leaves when its last request has ended."""
+        self._meanings: dict[str, str] = {}
+        """Digest of every adapter that was loaded and not unloaded by its name, the latest loaded last."""
         incarnation = next(_INCARNATIONS)
         self._versions = (Version(number, incarnation) for number in itertools.count(1))
-        self._sessions = itertools.count()
-        self._coming: Version | None = None
-        """The version that waits for requests which name the one before it, or for the engine."""
-        self._arrival = asyncio.Event()
-        """Set when none is coming any more."""
-        self._asked_of_engine = BASE
-        """The version that the engine was told to take last; in force once the engine says so."""
-        self._using: Counter[Version] = Counter()
-        """Requests under way that named the version."""
-        self._swapping = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
         """Loads and unloads under way."""
         self._followed = open_storage(settings.follow) if settings.follow else None
@@ -169,71 +174,52 @@ class ServedPolicy:
         """Requests by how they ended."""
         self.follow_failures = 0
         """Looks at the followed run that found nothing usable."""
+        self.adapter_evictions = 0
+        """Adapters that made room for others."""
 
     @property
     def adapter(self) -> str:
         """The name of the adapter in force; empty: the base model."""
-        return self._names.get(self.engine.version, "")
+        return "" if self._in_force is self._base else self._in_force.name
 
     @property
-    def adapter_url(self) -> str:
-        known = self._known.get(self.adapter)
-        return known.url if known else ""
+    def adapters(self) -> dict[str, str]:
+        """The folder of each adapter that may be named."""
+        return {name: model.url for name, model in self._models.items() if model is not self._base}
 
-    @property
-    def adapters_known(self) -> int:
-        return len(self._known)
-
-    async def sample(self, model: str, ids: Sequence[int], params: SamplingParams) -> Completion:
-        """A completion by `model` (empty: whatever is in force). Raises Refused."""
-        named = await self._named(model)
-        if named is not None:
-            self._using[named] += 1
-        session = f"http/{next(self._sessions)}"
+    async def sample(self, name: str, ids: Sequence[int], params: SamplingParams) -> tuple[str, Completion]:
+        """A completion by the model of that name (empty: by what is in force), and what it is called. Raises
+        Refused."""
+        model = self._models.get(name) if name else self._in_force
+        if model is None:
+            raise Refused(404, self._unknown(name))
+        session = f"http/{next(self._numbers)}"
+        model.uses += 1
         try:
-            return await self.engine.sample(session, ids, params, version=named)
+            return model.name, await self.engine.sample(session, ids, params, version=model.version)
         except PolicyError as error:
-            if named is not None and named != self.engine.version:
-                raise Refused(409, self._not_in_force(model)) from error
             # The engine is closed, or a call of it failed and the next may not.
             raise Refused(503, str(error)) from error
         finally:
             self.engine.close_session(session)
-            if named is not None:
-                self._using[named] -= 1
-                if not self._using[named]:
-                    del self._using[named]
+            model.uses -= 1
+            model.used = next(self._numbers)
+            self._let_go(model)
 
-    async def _named(self, model: str) -> Version | None:
-        """The version that the request names; in force, if it is one. Raises Refused."""
-        while model:
-            known = self._known.get(model)
-            if model != self.name and known is None:
-                raise Refused(
-                    404,
-                    f"model {_shown(model)} is not served here: name {self.name!r} or an adapter that was loaded"
-                    f"{f' ({self.adapter!r} is in force)' if self.adapter else ''}, or leave `model` out",
-                )
-            version = BASE if known is None else known.version
-            if version == self.engine.version:
-                return version
-            if version != self._coming:
-                raise Refused(409, self._not_in_force(model))
-            await self._arrival.wait()
-        return None
-
-    def _not_in_force(self, model: str) -> str:
-        return (
-            f"model {_shown(model)} is not in force, {self.adapter or self.name!r} is; the engine holds one adapter at "
-            "a time: load that one again, unload the present one for the base model, or name no model"
-        )
+    def _unknown(self, name: str) -> str:
+        # In full: who loads adapters looks for the name in the answer.
+        shown = repr(name) if len(name) <= LONGEST_NAME else _shown(name)
+        if name in self._meanings:
+            return f"adapter {shown} made room for others: load it again, or start the server with more --max-adapters"
+        served = ", ".join(map(repr, self._models))
+        return f"model {shown} is not served here: load it, leave `model` out, or name {served}"
 
     async def load(self, name: str, url: str) -> None:
         """Put the adapter in the folder `url` in force, as `name`. Raises Refused."""
         await self._to_its_end(self._load(name, url))
 
     async def unload(self, name: str) -> None:
-        """Forget the name; if it is in force, the base is from now on. Raises Refused."""
+        """Forget the name; requests under way end. If it is in force, the base is from now on. Raises Refused."""
         await self._to_its_end(self._unload(name))
 
     async def follow(self) -> None:
@@ -258,7 +244,7 @@ class ServedPolicy:
             await asyncio.sleep(self._settings.follow_poll_s)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Cut short, a change would leave one adapter in the engine and another on record."""
+        """Cut short, a change would leave an adapter in the engine that is on no record."""
         task = asyncio.create_task(work)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -282,37 +268,70 @@ class ServedPolicy:
         if not allowed_there:
             allowed = ", ".join(self._roots) or "nowhere: start the server with --adapters FOLDER"
             raise Refused(403, f"adapters may be loaded from below {allowed}; found {_shown(url)}")
-        async with self._swapping:
+        async with self._changing:
             adapter, digest = await self._read(url)
-            known = self._known.get(name)
-            if known is not None and known.digest != digest and not renewed:
+            if self._meanings.get(name, digest) != digest and not renewed:
                 raise Refused(
                     400, f"{_shown(name)} was loaded with other contents; a name keeps its meaning, take a new one"
                 )
-            same = (each.version for each in self._known.values() if each.digest == digest)
-            version = next(same, None) or next(self._versions)
-            self._known.pop(name, None)
-            self._known[name] = _Known(version, url, digest)
-            self._names[version] = name
-            self._forget_old()
-            await self._put_in_force(version, adapter)
+            former = model = self._models.get(name)
+            if model is None or model.digest != digest:
+                await self._make_room()
+                model = _Model(name, next(self._versions), url, digest)
+                await asyncio.to_thread(self.engine.keep, adapter, model.version)
+                self._held.append(model)
+            self._models[name] = self._in_force = model
+            model.used = next(self._numbers)
+            if former is not None:
+                self._let_go(former)
+            self._meanings.pop(name, None)
+            self._meanings[name] = digest
+            for old in list(self._meanings)[:-REMEMBERED_ADAPTERS]:
+                if old not in self._models:
+                    del self._meanings[old]
 
     async def _unload(self, name: str) -> None:
-        async with self._swapping:
-            known = self._known.get(name)
-            if known is None:
+        async with self._changing:
+            if self._meanings.pop(name, None) is None:
                 raise Refused(404, f"adapter {_shown(name)} is not loaded here")
-            if name == self._names.get(known.version) and known.version in (self.engine.version, self._asked_of_engine):
-                await self._put_in_force(BASE, self._base)
-            del self._known[name]
-            self._forget_old()
+            model = self._models.pop(name, None)
+            if model is None:
+                return  # it made room for others
+            if model is self._in_force:
+                self._in_force = self._base
+            self._let_go(model)
+
+    async def _make_room(self) -> None:
+        """For one more adapter in the engine. Raises Refused."""
+        deadline = time.monotonic() + self._settings.room_s
+        while len(self._held) >= self._settings.max_adapters:
+            idle = [model for model in self._held if not model.uses and model is not self._in_force]
+            if idle:
+                oldest = min(idle, key=lambda model: model.used)
+                del self._models[oldest.name]
+                self._let_go(oldest)
+                self.adapter_evictions += 1
+            elif time.monotonic() > deadline:
+                busy = f"each of the {len(self._held)} held was in force or had requests under way"
+                mend = "try again, or start the server with more --max-adapters"
+                raise Refused(503, f"no adapter can be loaded: for {self._settings.room_s:g} s {busy}; {mend}")
+            else:
+                await asyncio.sleep(0.005)
+        if self.engine.stopped is not None:
+            raise Refused(503, f"no adapter can be loaded: {self.engine.stopped}")
+
+    def _let_go(self, model: _Model) -> None:
+        """Have the engine drop the adapter if nobody uses it or may name it."""
+        if not model.uses and model in self._held and self._models.get(model.name) is not model:
+            self._held.remove(model)
+            self.engine.drop(model.version)
 
     async def _read(self, url: str) -> tuple[Adapter, str]:
         """The adapter in the engine's shapes, and the SHA-256 of its values. Raises Refused."""
 
         def read() -> tuple[Adapter, str]:
             adapter, lora = load_peft(open_storage(url), self._config)
-            fitted = fit(adapter, lora.scale, self._base, self._lora.scale)
+            fitted = fit(adapter, lora.scale, self._zero, self._lora.scale)
             digest = hashlib.sha256()
             for target in sorted(fitted):
                 for part in ("a", "b"):
@@ -328,36 +347,6 @@ class ServedPolicy:
         except Exception as error:  # a stranger's files, and a storage's client, raise what they like
             log.exception("the adapter in %s could not be read", url)
             raise Refused(400, f"the adapter in {url} could not be read: {type(error).__name__}: {error}") from error
-
-    async def _put_in_force(self, version: Version, adapter: Adapter) -> None:
-        """Let the requests that name the version before end, for a while, then swap. Raises Refused."""
-        engine = self.engine
-        if version == engine.version == self._asked_of_engine:
-            return
-        self._coming, self._arrival = version, asyncio.Event()
-        try:
-            deadline = time.monotonic() + self._settings.drain_s
-            while self._using[engine.version] and time.monotonic() < deadline:
-                await asyncio.sleep(0.005)
-            await asyncio.to_thread(engine.swap, adapter, version)
-            self._asked_of_engine = version
-            deadline = time.monotonic() + SWAP_S
-            while engine.version != version:
-                if engine.stopped is not None:
-                    raise Refused(503, f"no adapter can be put in force: {engine.stopped}")
-                if time.monotonic() > deadline:
-                    raise Refused(503, f"the engine is busy for {SWAP_S:.0f} s; it takes the adapter over after that")
-                await asyncio.sleep(0.002)
-        finally:
-            self._coming = None
-            self._arrival.set()
-
-    def _forget_old(self) -> None:
-        for name in list(self._known)[:-REMEMBERED_ADAPTERS]:
-            if name != self.adapter:
-                del self._known[name]
-        kept = {self.engine.version, *(known.version for known in self._known.values())}
-        self._names = {version: name for version, name in self._names.items() if version in kept}
 
 
 def _tell_the_log(change: asyncio.Task[None]) -> None:
@@ -534,14 +523,14 @@ class Api:
         return web.json_response({"status": "ok"})
 
     async def _models(self, request: web.Request) -> web.Response:
-        """The base model, and the adapter in force if there is one."""
+        """What may be named, the base model first."""
         policy = self._policy
         card = {"object": "model", "owned_by": "headrace", "max_model_len": policy.engine.max_context}
         cards = [{**card, "id": policy.name, "root": policy.name, "in_force": not policy.adapter}]
-        if policy.adapter:
-            cards.append(
-                {**card, "id": policy.adapter, "root": policy.adapter_url, "parent": policy.name, "in_force": True}
-            )
+        cards += [
+            {**card, "id": name, "root": url, "parent": policy.name, "in_force": name == policy.adapter}
+            for name, url in policy.adapters.items()
+        ]
         return web.json_response({"object": "list", "data": cards})
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -550,13 +539,15 @@ class Api:
             {
                 "model": policy.name,
                 "adapter": policy.adapter,
-                "adapters_known": policy.adapters_known,
+                "adapters": list(policy.adapters),
+                "adapter_evictions": policy.adapter_evictions,
                 "uptime_s": round(time.monotonic() - policy.began, 3),
                 "requests": dict(policy.answered),
                 "follow_failures": policy.follow_failures,
                 **{
                     name: getattr(engine, name)
                     for name in (
+                        "adapter_bytes",
                         "slots",
                         "running",
                         "queued",
@@ -579,7 +570,7 @@ class Api:
         request_id = _name(body, "request_id")
         ids = self._ids(body.get("token_ids"), "token_ids")
         params = self._params(fields, _VLLM_NAMES, "sampling_params.")
-        completion = await self._policy.sample(_name(body, "model"), ids, params)
+        model, completion = await self._policy.sample(_name(body, "model"), ids, params)
         tokens, logprobs = completion.token_ids_N.tolist(), completion.logprobs_N.tolist()
         entries = [{"token_id": t, "logprob": p, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]
         choice = {
@@ -594,7 +585,7 @@ class Api:
             {
                 "request_id": request_id or f"generate-{secrets.token_hex(8)}",
                 "created": int(time.time()),
-                "model": _name(body, "model") or self._policy.adapter or self._policy.name,
+                "model": model,
                 "choices": [choice],
                 "usage": _usage(ids, tokens),
             }
@@ -611,7 +602,7 @@ class Api:
             ids = self._ids(body["input_ids"], "input_ids")
         params = self._params(fields, _SGLANG_NAMES, "sampling_params.")
         # Without an adapter's name it is the base model that is asked for.
-        completion = await self._policy.sample(_name(body, "lora_path") or self._policy.name, ids, params)
+        _, completion = await self._policy.sample(_name(body, "lora_path") or self._policy.name, ids, params)
         tokens, logprobs = completion.token_ids_N.tolist(), completion.logprobs_N.tolist()
         kind = _finish(completion)
         finish = {"type": kind, **({"length": len(tokens)} if kind == "length" else {})}
@@ -634,7 +625,7 @@ class Api:
         prompt = body.get("prompt")
         ids = await self._encoded(prompt, "prompt") if isinstance(prompt, str) else self._ids(prompt, "prompt")
         params = self._params(body, _COMPLETION_NAMES, "")
-        completion = await self._policy.sample(_name(body, "model"), ids, params)
+        model, completion = await self._policy.sample(_name(body, "model"), ids, params)
         tokens = completion.token_ids_N.tolist()
         choice: dict[str, Any] = {
             "index": 0,
@@ -657,7 +648,7 @@ class Api:
                 "id": f"cmpl-{secrets.token_hex(8)}",
                 "object": "text_completion",
                 "created": int(time.time()),
-                "model": _name(body, "model") or self._policy.adapter or self._policy.name,
+                "model": model,
                 "choices": [choice],
                 "usage": _usage(ids, tokens),
             }
@@ -677,7 +668,7 @@ class Api:
         except ChatFormatError as error:
             raise Refused(400, f"the messages cannot be rendered: {error}") from error
         params = self._params(body, _CHAT_NAMES, "")
-        completion = await self._policy.sample(_name(body, "model"), ids, params)
+        model, completion = await self._policy.sample(_name(body, "model"), ids, params)
         tokens = completion.token_ids_N.tolist()
         action = self._chat.parse(tokens, completion.finish_reason, tools)
         calls = [
@@ -696,7 +687,7 @@ class Api:
                 "id": f"chatcmpl-{secrets.token_hex(8)}",
                 "object": "chat.completion",
                 "created": int(time.time()),
-                "model": _name(body, "model") or self._policy.adapter or self._policy.name,
+                "model": model,
                 "choices": [{"index": 0, "message": message, "finish_reason": finish}],
                 "usage": _usage(ids, tokens),
             }

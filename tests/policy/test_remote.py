@@ -187,7 +187,7 @@ def test_an_adapter_is_in_force_after_the_swap(dialect, server, engine, config, 
         engine.swap(zero_adapter(config, LORA), BASE)
 
 
-def test_a_pinned_version_is_waited_for_and_a_replaced_one_refused(server, config, storage):
+def test_a_pinned_version_is_waited_for_and_answers_beside_the_next(server, config, storage):
     with connected(server.address) as policy:
 
         async def pinned():
@@ -199,8 +199,8 @@ def test_a_pinned_version_is_waited_for_and_a_replaced_one_refused(server, confi
 
         assert run(pinned()).version_spans == (VersionSpan(0, V1),)
         policy.swap(publish(storage, config, V2, 6), V2)
-        with pytest.raises(PolicyError, match=r"409.*not in force"):
-            ask(policy, version=V1, max_tokens=3)
+        for pinned, version in ((V1, V1), (None, V2)):
+            assert ask(policy, version=pinned, max_tokens=3).version_spans == (VersionSpan(0, version),)
 
 
 def test_a_failed_swap_leaves_the_old_version_in_force(server, storage):

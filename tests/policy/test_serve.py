@@ -10,6 +10,7 @@ import re
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -51,7 +52,7 @@ async def client(built, chat=CHAT, **changes):
     engine.swap(zero_adapter(config, LORA), BASE)
     while engine.version != BASE:
         await asyncio.sleep(0.01)
-    settings = dataclasses.replace(ServeSettings(drain_s=2.0), **changes)
+    settings = dataclasses.replace(ServeSettings(room_s=0.3), **changes)
     policy = ServedPolicy(CALCULATOR_TINY, engine, config, LORA, SAMPLING, settings)
     app = Api(policy, chat, settings).application()
     async with TestClient(TestServer(app, handler_cancellation=True)) as found:
@@ -128,7 +129,7 @@ def called(arguments, **fields):
         (SGLANG, {"text": "1" * 6145}, 413, "text must have at most 6144 characters here, 32 for each token"),
         (COMPLETIONS, {"prompt": "1" * 6145}, 413, "prompt must have at most 6144 characters"),
         (VLLM, {"token_ids": [1], "stream": True}, 400, "stream = True cannot be done"),
-        (VLLM, {"token_ids": [1], "model": "gpt"}, 404, "'gpt' is not served here: name 'calculator-tiny'"),
+        (VLLM, {"token_ids": [1], "model": "gpt"}, 404, "'gpt' is not served here: .* or name 'calculator-tiny'"),
         (VLLM, {"token_ids": [1], "model": 3}, 400, "model must be a text"),
         (CHATS, {"messages": []}, 400, "messages must be a list"),
         (CHATS, {"messages": [{"role": "tool"}, 1]}, 400, r"messages\[1\] must be a JSON object"),
@@ -164,7 +165,7 @@ def test_what_cannot_be_answered_is_refused_with_what_and_where(path, body, stat
 
 async def in_process(policy):
     params = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=CHAT.stop_token_ids)
-    return (await policy.sample("", Q, params)).token_ids_N.tolist()
+    return (await policy.sample("", Q, params))[1].token_ids_N.tolist()
 
 
 def test_a_body_over_the_limit_and_a_wrong_key_are_refused(built):
@@ -298,159 +299,190 @@ def test_people_get_text_and_tool_calls(built):
     assert len(text["logprobs"]["token_logprobs"]) == 2
 
 
-def test_adapters_come_and_go(built, tmp_path):
+async def load(found, name, url):
+    return (await post(found, LOAD, {"lora_name": name, "lora_path": url}))[0]
+
+
+@contextlib.asynccontextmanager
+async def long_request(engine, found, model):
+    """Within it a request of many tokens is under way; in the end it is answered as it was alone."""
+    body = {"token_ids": Q, "model": model, "sampling_params": {"max_tokens": 50, "temperature": 0, "ignore_eos": True}}
+    alone = await post(found, VLLM, body)
+    task = asyncio.create_task(post(found, VLLM, body))
+    while not engine.running:
+        await asyncio.sleep(0)
+    yield
+    status, answer = await task
+    assert (status, answer["choices"], answer["model"]) == (200, alone[1]["choices"], model)
+
+
+def test_adapters_come_answer_beside_one_another_and_go(built, tmp_path):
     _, config = built
     urls = [publish(tmp_path, config, Version(step, 1), step) for step in (1, 2)]
-
-    async def load(found, name, url):
-        return (await post(found, LOAD, {"lora_name": name, "lora_path": url}))[0]
 
     async def sequence():
         async with client(built, adapter_roots=(str(tmp_path),)) as (found, _):
             base = await greedy(found)
             assert await load(found, "one", urls[0]) == 200
-            one = await greedy(found, "one")
-            assert await greedy(found) == one != base
-            assert (await greedy(found, "calculator-tiny"))[0] == 409
+            one = await greedy(found)
             assert await load(found, "two", urls[1]) == 200
-            assert (await greedy(found, "one"))[0] == 409
-            two = await greedy(found, "two")
+            two = await greedy(found)
+            assert len({tuple(tokens) for _, tokens in (base, one, two)}) == 3
+            named = await asyncio.gather(*(greedy(found, name) for name in ("calculator-tiny", "one", "two")))
+            assert named == [base, one, two]
             assert await load(found, "another name of one", urls[0]) == 200
-            assert await greedy(found, "one") == await greedy(found, "another name of one") == one != two
+            assert await greedy(found) == await greedy(found, "another name of one") == one
             assert await load(found, "one", urls[1]) == 400
             assert await load(found, "calculator-tiny", urls[1]) == 400
             async with found.get("/v1/models") as response:
-                listed = [card["id"] for card in (await response.json())["data"]]
-            assert listed == ["calculator-tiny", "another name of one"]
+                listed = {card["id"]: (card["root"], card["in_force"]) for card in (await response.json())["data"]}
+            assert list(listed.items()) == [
+                ("calculator-tiny", ("calculator-tiny", False)),
+                ("one", (urls[0], False)),
+                ("two", (urls[1], False)),
+                ("another name of one", (urls[0], True)),
+            ]
             status, _ = await post(found, "/unload_lora_adapter", {"lora_name": "another name of one"})
             assert status == 200
             assert await greedy(found) == await greedy(found, "calculator-tiny") == base
+            assert await greedy(found, "one") == one
+            status, reason = await greedy(found, "another name of one")
+            assert status == 404
+            assert "is not served here: load it, leave `model` out, or name 'calculator-tiny', 'one', 'two'" in reason
             async with found.get("/metrics") as response:
                 metrics = await response.json()
             assert (metrics["adapter"], metrics["running"], metrics["failures"]) == ("", 0, 0)
-            assert metrics["requests"]["refused"] == 4
+            assert (metrics["adapters"], metrics["adapter_evictions"]) == (["one", "two"], 0)
+            assert metrics["adapter_bytes"] >= sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, LORA)))
+            assert metrics["requests"]["refused"] == 3
 
     run(sequence())
 
 
-def test_an_adapter_waits_for_the_requests_that_name_the_one_before_it(built, tmp_path):
+def test_the_adapter_used_longest_ago_makes_room_and_none_that_is_in_use(built, tmp_path):
     engine, config = built
+    urls = {f"a{step}": publish(tmp_path, config, Version(step, 1), step) for step in range(1, 6)}
+    options = {"adapter_roots": (str(tmp_path),), "max_adapters": 2}
+
+    async def sequence():
+        async with client(built, **options) as (found, policy):
+            first = {}
+            for name in ("a1", "a2"):
+                await load(found, name, urls[name])
+                first[name] = await greedy(found, name)
+            assert await greedy(found, "a1") == first["a1"]
+            assert await load(found, "a3", urls["a3"]) == 200
+            assert list(policy.adapters) == ["a2", "a3"]  # a2 was in force until then, a1 was not
+            status, reason = await greedy(found, "a1")
+            assert (status, "'a1' made room" in reason, "more --max-adapters" in reason) == (404, True, True)
+            assert await load(found, "a1", urls["a4"]) == 400  # it means still what it meant
+            async with long_request(engine, found, "a3"):
+                assert await load(found, "a1", urls["a1"]) == 200
+                assert list(policy.adapters) == ["a3", "a1"]
+                assert await greedy(found, "a1") == first["a1"]
+            # Unloaded, an adapter answers what is under way, and holds its place until then.
+            async with long_request(engine, found, "a3"):
+                assert (await post(found, UNLOAD, {"lora_name": "a3"}))[0] == 200
+                assert (await greedy(found, "a3"))[0] == 404
+                assert await load(found, "a2", urls["a2"]) == 200
+            assert list(policy.adapters) == ["a1", "a2"]
+            assert policy.adapter_evictions == 2
+            assert (await post(found, UNLOAD, {"lora_name": "a3"}))[0] == 404
+
+    async def full():
+        async with client(built, **options, room_s=0.0) as (found, policy):
+            await load(found, "a1", urls["a1"])
+            params = SamplingParams(max_tokens=50)
+            crowd = [asyncio.create_task(policy.sample("a1", Q, params)) for _ in range(300)]
+            await load(found, "a2", urls["a2"])
+            status, answer = await post(found, LOAD, {"lora_name": "a3", "lora_path": urls["a3"]})
+            assert status == 503
+            assert "each of the 2 held was in force or had requests under way" in answer["error"]["message"]
+            assert await load(found, "a1", urls["a1"]) == 200  # what is held needs no room
+            assert policy.adapter == "a1"
+            for task in crowd:
+                task.cancel()
+            await asyncio.gather(*crowd, return_exceptions=True)
+            assert await load(found, "a3", urls["a3"]) == 200
+
+    run(sequence())
+    run(full())
+
+
+def test_an_adapter_whose_numbers_overflow_fails_those_who_name_it(built, tmp_path):
+    engine, config = built
+    huge = jax.tree.map(lambda leaf: np.full_like(leaf, 1e30), make_adapter(config, 1))
+    AdapterStore(open_storage(str(tmp_path)), config, LORA).publish(Version(1, 1), huge, step_ended_at=0.0)
+
+    async def beside():
+        async with (
+            client(built, adapter_roots=(str(tmp_path),)) as (found, _),
+            long_request(engine, found, "calculator-tiny"),
+        ):
+            assert await load(found, "huge", str(tmp_path / "adapters" / "1.1")) == 200
+            status, reason = await greedy(found)
+            assert (status, "log-probabilities that are not finite" in reason) == (503, True)
+
+    run(beside())
+
+
+def test_a_client_that_hangs_up_during_a_load_leaves_what_is_said_and_what_is_in_force_the_same(
+    built, tmp_path, caplog
+):
+    _, config = built
     url = publish(tmp_path, config, Version(1, 1), 1)
-    body = {"token_ids": Q, "model": "calculator-tiny", "sampling_params": {"max_tokens": 50, "ignore_eos": True}}
 
-    async def overlapping():
-        async with client(built, adapter_roots=(str(tmp_path),)) as (found, _):
-            for _ in range(5):
-                running = [asyncio.create_task(post(found, VLLM, body)) for _ in range(4)]
-                while not engine.running:
-                    await asyncio.sleep(0.001)
-                await post(found, LOAD, {"lora_name": "one", "lora_path": url})
-                assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
+    async def hang_up():
+        async with client(built, adapter_roots=(str(tmp_path),)) as (found, policy):
+            assert await load(found, "one", url) == 200
+            one = await greedy(found)
+            assert one != await greedy(found, "calculator-tiny")
+            for attempt in range(20):
                 await post(found, UNLOAD, {"lora_name": "one"})
-
-    run(overlapping())
-
-
-def test_a_request_waits_for_an_adapter_that_comes_back(built, tmp_path, caplog):
-    engine, config = built
-    urls = {f"a{step}": publish(tmp_path, config, Version(step, 1), step) for step in (1, 2)}
-    body = {"token_ids": Q, "model": "a2", "sampling_params": {"max_tokens": 50, "ignore_eos": True}}
-
-    async def come_back():
-        async with client(built, adapter_roots=(str(tmp_path),), drain_s=60.0) as (found, policy):
-            first = None
-            for name, url in urls.items():
-                await post(found, LOAD, {"lora_name": name, "lora_path": url})
-                first = first or await greedy(found, "a1")
-            for _ in range(5):
-                running = asyncio.create_task(post(found, VLLM, body))
-                while not engine.running:
+                loading = asyncio.create_task(load(found, "one", url))
+                while not policy._changes:
                     await asyncio.sleep(0)
-                load = asyncio.create_task(post(found, LOAD, {"lora_name": "a1", "lora_path": urls["a1"]}))
-                while policy.adapter == "a2":
-                    status, answer = await greedy(found, "a1")
-                    assert status in (200, 409), answer
-                    if status == 200:
-                        assert (status, answer) == first
-                assert [(await task)[0] for task in (running, load)] == [200, 200]
-                assert await greedy(found, "a1") == first
-                await post(found, LOAD, {"lora_name": "a2", "lora_path": urls["a2"]})
+                for _ in range(attempt):
+                    await asyncio.sleep(0)
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
+                while policy.adapter != "one":
+                    await asyncio.sleep(0.001)
+                assert await greedy(found, "one") == await greedy(found) == one
             # One that fails after its client has gone is no error of the server.
-            load = asyncio.create_task(post(found, LOAD, {"lora_name": "a3", "lora_path": str(tmp_path / "a3")}))
+            loading = asyncio.create_task(load(found, "two", str(tmp_path / "two")))
             await asyncio.sleep(0.003)
-            load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
             await asyncio.sleep(0.2)
 
-    run(come_back())
+    run(hang_up())
     gc.collect()
     assert "never retrieved" not in caplog.text
 
 
-def test_a_client_that_hangs_up_during_a_load_leaves_what_is_said_and_what_is_in_force_the_same(built, tmp_path):
-    engine, config = built
-    url = publish(tmp_path, config, Version(1, 1), 1)
-    wanted = {"lora_name": "one", "lora_path": url}
-
-    async def hang_up():
-        async with client(built, adapter_roots=(str(tmp_path),), drain_s=60.0) as (found, policy):
-            base = await greedy(found)
-            await post(found, LOAD, wanted)
-            one = await greedy(found)
-            assert one != base
-            for _ in range(20):
-                await post(found, UNLOAD, {"lora_name": "one"})
-                load = asyncio.create_task(post(found, LOAD, wanted))
-                while engine.version == BASE:
-                    await asyncio.sleep(0)
-                load.cancel()
-                await asyncio.gather(load, return_exceptions=True)
-                assert await greedy(found, policy.adapter) == await greedy(found) == one
-            # It leaves while its adapter waits for a request that names the one before it.
-            await post(found, UNLOAD, {"lora_name": "one"})
-            body = {
-                "token_ids": Q,
-                "model": "calculator-tiny",
-                "sampling_params": {"max_tokens": 50, "ignore_eos": True},
-            }
-            running = asyncio.create_task(post(found, VLLM, body))
-            while not engine.running:
-                await asyncio.sleep(0)
-            load = asyncio.create_task(post(found, LOAD, wanted))
-            while not policy.adapters_known:
-                await asyncio.sleep(0)
-            load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
-            assert (await running)[0] == 200
-            while policy.adapter != "one":
-                await asyncio.sleep(0.01)
-            assert await greedy(found, "one") == one
-
-    run(hang_up())
-
-
 def test_a_name_keeps_its_meaning_however_many_adapters_come_and_go(built, tmp_path, monkeypatch):
     _, config = built
-    monkeypatch.setattr(serve, "REMEMBERED_ADAPTERS", 3)
+    monkeypatch.setattr(serve, "REMEMBERED_ADAPTERS", 5)
     urls = [publish(tmp_path, config, Version(step, 1), step) for step in range(1, 7)]
 
     async def sequence():
         async with client(built, adapter_roots=(str(tmp_path),)) as (found, policy):
-            found_statuses = [await post(found, LOAD, {"lora_name": "first", "lora_path": urls[0]})]
+            assert await load(found, "first", urls[0]) == 200
             first = await greedy(found)
             for number, url in enumerate(urls[1:]):
-                await post(found, LOAD, {"lora_name": f"a{number}", "lora_path": url})
-                await post(found, UNLOAD, {"lora_name": f"a{number}"})
-            found_statuses.append(await post(found, LOAD, {"lora_name": "first", "lora_path": urls[0]}))
+                assert await load(found, f"a{number}", url) == 200
+                assert (await post(found, UNLOAD, {"lora_name": f"a{number}"}))[0] == 200
             assert await greedy(found, "first") == first
-            for number, url in enumerate(urls[1:]):
-                found_statuses.append(await post(found, LOAD, {"lora_name": f"b{number}", "lora_path": url}))
-            assert policy.adapters_known == 3
-            return found_statuses, await greedy(found, "first")
+            for number, url in enumerate(urls[1:5]):
+                assert await load(found, f"b{number}", url) == 200
+            assert len(policy.adapters) == 4
+            assert (await greedy(found, "first"))[0] == 404
+            assert await load(found, "first", urls[1]) == 400
+            assert await load(found, "b4", urls[5]) == 200
+            return await load(found, "first", urls[1])  # so long ago that nobody knows
 
-    statuses, first = run(sequence())
-    assert [status for status, _ in statuses] == [200] * 7
-    assert first[0] == 404
+    assert run(sequence()) == 200
 
 
 def test_adapters_outside_the_allowed_folders_or_of_other_models_are_refused(built, tmp_path):
