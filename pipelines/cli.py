@@ -151,6 +151,12 @@ def _add_learner(commands: Any) -> None:
         help="where host 0 of sharding.hosts listens (Cloud TPU, Slurm and Open MPI know it themselves)",
     )
     parser.add_argument("--host-id", type=int, metavar="N", help="which of sharding.hosts this is, from 0")
+    parser.add_argument(
+        "--compilation-cache",
+        metavar="FOLDER",
+        help="where compiled steps are kept for the next start: a folder or gs:// prefix (default: "
+        "$JAX_COMPILATION_CACHE_DIR, else ~/.cache/headrace/xla)",
+    )
     parser.set_defaults(handler=_learner)
 
 
@@ -392,6 +398,7 @@ def _learner(args: argparse.Namespace) -> int:
             results=args.results,
             coordinator=args.coordinator,
             host=args.host_id,
+            compilation_cache=args.compilation_cache,
         )
     except SettingsError as error:
         print(f"headrace: {error}", file=sys.stderr)

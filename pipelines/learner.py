@@ -11,6 +11,7 @@ from environments.user_code import make_importable
 from learner.checkpoints import CheckpointError
 from learner.hosts import LOST, UNUSABLE, Crew, Seat, follow, join
 from learner.train import LearnerSpec, make_trainer, train
+from pipelines.compiled import keep_compiled
 from pipelines.config import Run
 from pipelines.settings import SettingsError
 from policy.allocator import keep_freed_memory
@@ -51,12 +52,14 @@ def run_learner(
     results: Path | None = None,
     coordinator: str | None = None,
     host: int | None = None,
+    compilation_cache: str | None = None,
 ) -> int:
     """Train a resolved run; summary.json and metrics.jsonl go to `folder`; `adapter` and `results` are those of
     `learner.train`. Returns the exit status.
 
     Where several hosts train together (`sharding.hosts`), `coordinator` and `host` say which of them this is (see
-    `learner.hosts.join`); those that follow do not return.
+    `learner.hosts.join`); those that follow do not return. `compilation_cache` is where
+    compiled steps are kept (see `pipelines.compiled`).
 
     What no restart would mend (a model, an adapter, an environment, checkpoints that cannot be used) becomes a
     SettingsError.
@@ -67,6 +70,7 @@ def run_learner(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.WARNING)
     try:
+        keep_compiled(compilation_cache)
         if run.sharding.hosts > 1:
             return _run_host(run, folder, adapter, results, join(run.sharding.hosts, coordinator, host))
         if coordinator is not None or host is not None:

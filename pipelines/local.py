@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelines import compiled
 from pipelines.attempts import Attempt, Ended
 from pipelines.topics import create_topics
 from trajectories.topics import Topics
@@ -135,11 +136,10 @@ class LocalStack:
         self._port = _free_port()
         self._interrupted = 0
         address = f"127.0.0.1:{self._port}"
-        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "headrace" / "xla")
         client = {
             "PUBSUB_EMULATOR_HOST": address,
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+            compiled.FOLDER_VARIABLE: compiled.default_folder(),
+            compiled.MIN_VARIABLE: str(compiled.MIN_COMPILE_S),
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "PYTHONUNBUFFERED": "1",
         }
