@@ -202,11 +202,18 @@ def _leaves(state: Any) -> dict[str, Any]:
 def _unflatten(leaves: Mapping[str, Any], like: Any, name: str) -> Any:
     paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(like)]
     if set(paths) != set(leaves):
+        lacks, besides = set(paths) - set(leaves), set(leaves) - set(paths)
         raise ValueError(
-            f"checkpoint {name} is of another run: it lacks {sorted(set(paths) - set(leaves))} and has "
-            f"{sorted(set(leaves) - set(paths))} besides. Start a fresh run, or restore the run's settings"
+            f"checkpoint {name} is of other settings or another model: it lacks {_some(lacks)} and "
+            f"has {_some(besides)} besides. Start a fresh run, or restore the run's settings"
         )
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in paths])
+
+
+def _some(names: set[str]) -> str:
+    """The first few, and how many more there are."""
+    first, more = sorted(names)[:3], len(names) - 3
+    return (", ".join(first) + (f" and {more} more" if more > 0 else "")) or "nothing"
 
 
 def _digest(leaves: Mapping[str, Any]) -> str:

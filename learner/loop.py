@@ -138,6 +138,8 @@ class Parts:
     adapters_url: str = ""
     """Folder or gs:// prefix of the published adapters, each in a folder named by its version."""
     alarms: AlarmSettings = field(default_factory=AlarmSettings)
+    base: str = ""
+    """What the adapter is trained on."""
     results: Results | None = None
     """Of a run that only evaluates once, in this life or another: what ended before is not asked again."""
 
@@ -674,7 +676,7 @@ class Loop:
         self._saving += 1
         self._saved_at, self._saved_step, self._saved_signature = self._now, self._step, self._signature()
         self._tally.train_s = self._train_s()
-        record: dict[str, Any] = {"tally": self._tally.to_json(), "version": str(self._version)}
+        record: dict[str, Any] = {"tally": self._tally.to_json(), "version": str(self._version), "base": self._p.base}
         if self._p.pool is not None:
             record["pool"] = self._p.pool.to_json()
         acks = self._acks.settled(self._ledger)

@@ -186,10 +186,14 @@ def _train(
     trainer: StepRunner = own if crew is None else HostedTrainer(own, crew)
     checkpoints = Checkpoints(storage.join("checkpoints"), lease.incarnation, spec.checkpoints.keep)
     snapshot = checkpoints.newest(trainer.state())
+    base = model.name if spec.model.quantize == "none" else f"{model.name} in {spec.model.quantize}"
     ledger, tally = Ledger(spec.learner.max_attempts), Tally()
     pool = Pool(spec.difficulty) if spec.difficulty.on else None
     if snapshot is not None:
         trainer.restore(snapshot.state)
+        trained_on = snapshot.record.get("base", base)
+        if trained_on != base:
+            say(f"warning: the adapter of step {snapshot.step} was trained on {trained_on}; from here on it is {base}")
         ledger = Ledger.from_bytes(snapshot.ledger, spec.learner.max_attempts)
         tally = Tally.from_json(snapshot.record["tally"])
         pool = Pool.from_json(spec.difficulty, snapshot.record.get("pool", [])) if pool is not None else None
@@ -238,6 +242,7 @@ def _train(
             alarms=spec.alarms,
             failures=spec.failures.make(),
             pool=pool,
+            base=base,
             results=results,
         )
     )

@@ -231,7 +231,10 @@ def _run_locally(file: str, args: argparse.Namespace, words: Sequence[str]) -> i
             print(json.dumps(summary))
         return 0
     print(f"going on with {attempt.folder}")
-    return _supervise(out, attempt, args, again=again)
+    status = _supervise(out, attempt, args, again=again)
+    if status == 2:  # settings that cannot be used are not what the next --resume goes on with
+        attempt.run_file.write_text(before.to_json())
+    return status
 
 
 def _dry_run(run: Run, adapter: str | None = None) -> int:

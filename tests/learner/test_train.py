@@ -214,6 +214,19 @@ def test_a_run_with_a_critic_goes_on_where_it_was(spec: LearnerSpec, tmp_path: P
     assert latest.version == Version(3, 2)
 
 
+def test_going_on_with_another_base_is_said(
+    spec: LearnerSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same shapes: nothing else would tell."""
+    for steps, base in ((1, "model"), (2, "other")):
+        model = tiny_model(tmp_path / base)
+        run(replace(spec, model=model, learner=replace(spec.learner, steps=steps)), tmp_path)
+        warned = (
+            "warning: the adapter of step 1 was trained on model; from here on it is other" in capsys.readouterr().out
+        )
+        assert warned == (base == "other")
+
+
 def test_one_group_a_step_on_policy_with_a_failing_member_in_each(spec: LearnerSpec, tmp_path: Path) -> None:
     """Invariant 10."""
     spec = replace(spec, learner=replace(spec.learner, groups_per_step=1, max_staleness=0))

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,14 @@ def test_resume_leaves_the_run_file_of_an_attempt_that_runs_alone(tmp_path: Path
     with attempt.locked():
         assert main(resume) == 2
     assert attempt.run_file.read_text() == before
+
+
+def test_settings_that_the_learner_refuses_are_not_what_the_next_resume_goes_on_with(tmp_path: Path) -> None:
+    attempt = new_attempt(tmp_path)
+    run = load_run(str(TINY_DEMO))
+    attempt.run_file.write_text(replace(run, run_id="refused", storage=str(attempt.folder)).to_json())
+    before = load_run(str(attempt.run_file))
+    resume = ["demo", "--tiny", "--resume", "--out", str(tmp_path)]
+    assert main([*resume, "--set", 'model.path="/nowhere"']) == 2
+    assert "/nowhere" in (attempt.logs / "learner.log").read_text()
+    assert load_run(str(attempt.run_file)) == before
