@@ -203,6 +203,21 @@ def test_a_pinned_version_is_waited_for_and_answers_beside_the_next(server, conf
             assert ask(policy, version=pinned, max_tokens=3).version_spans == (VersionSpan(0, version),)
 
 
+def test_a_kept_version_that_made_room_at_the_server_is_loaded_again(server, config, storage):
+    versions = [Version(step, 40) for step in range(1, 6)]
+    with connected(server.address) as policy:
+        for version in versions:
+            policy.swap(publish(storage, config, version, 40 + version.step), version)
+            if version == versions[0]:
+                policy.keep(str(storage / f"run-{version}" / "adapters" / str(version)), version)
+                first = ask(policy, temperature=0.0, max_tokens=14)
+        assert f"headrace-test-{versions[0]}" not in metrics(server)["adapters"]
+        assert_same(ask(policy, version=versions[0], temperature=0.0, max_tokens=14), first)
+        latest = ask(policy, temperature=0.0, max_tokens=14)
+        assert latest.version_spans == (VersionSpan(0, versions[-1]),)
+        assert latest.token_ids_N.tolist() != first.token_ids_N.tolist()
+
+
 def test_a_failed_swap_leaves_the_old_version_in_force(server, storage):
     with connected(server.address) as policy:
         with pytest.raises(PolicyError, match="holds no adapter"):

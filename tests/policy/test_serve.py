@@ -130,6 +130,7 @@ def called(arguments, **fields):
         (COMPLETIONS, {"prompt": "1" * 6145}, 413, "prompt must have at most 6144 characters"),
         (VLLM, {"token_ids": [1], "stream": True}, 400, "stream = True cannot be done"),
         (VLLM, {"token_ids": [1], "model": "gpt"}, 404, "'gpt' is not served here: .* or name 'calculator-tiny'"),
+        (VLLM, {"token_ids": [1], "model": "g" * 256}, 404, f"model '{'g' * 256}' is not served here"),
         (VLLM, {"token_ids": [1], "model": 3}, 400, "model must be a text"),
         (CHATS, {"messages": []}, 400, "messages must be a list"),
         (CHATS, {"messages": [{"role": "tool"}, 1]}, 400, r"messages\[1\] must be a JSON object"),
