@@ -13,6 +13,7 @@ import logging
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -251,6 +252,8 @@ def _begin(run: Run, out: Path) -> Attempt:
     """A fresh attempt with its resolved run file."""
     from pipelines.attempts import new_attempt, new_run_id
 
+    if run.storage and not run.storage.startswith("gs://"):
+        _check_writable(Path(run.storage))
     attempt = new_attempt(out)
     storage = run.storage or str(attempt.folder)
     resolved = dataclasses.replace(
@@ -260,6 +263,19 @@ def _begin(run: Run, out: Path) -> Attempt:
     )
     attempt.run_file.write_text(resolved.to_json())
     return attempt
+
+
+def _check_writable(storage: Path) -> None:
+    """Make the folder; raises SettingsError, which the learner would find out only after all had started."""
+    from pipelines.settings import SettingsError
+
+    try:
+        storage.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=storage).close()
+    except OSError as error:
+        raise SettingsError(
+            f"storage {str(storage)!r} cannot be written: {error}; name a folder that can, or leave it out"
+        ) from error
 
 
 def _at_home(run: Run, attempt: Attempt) -> Run:

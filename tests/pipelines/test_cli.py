@@ -209,6 +209,13 @@ def test_a_storage_of_one_s_own_begins_no_fresh_attempt_where_checkpoints_lie(tm
     assert not (tmp_path / "run").exists()
 
 
+def test_a_storage_that_cannot_be_written_starts_nothing(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--tiny", "--out", str(tmp_path / "run"), "--set", f"storage={tmp_path}/file/mine"]) == 2
+    assert f"storage '{tmp_path}/file/mine' cannot be written" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_moved_run_goes_on_with_its_own_checkpoints(tmp_path: Path, capsys: Capture) -> None:
     attempt = new_attempt(tmp_path / "old")
     run = load_run(str(TINY_DEMO), ["run_id=tiny-0001-abc", f"storage={attempt.folder}"])
