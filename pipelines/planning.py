@@ -103,6 +103,8 @@ def _from_file(args: argparse.Namespace) -> LoraSettings | None:
     from pipelines.config import load_run
 
     run = load_run(args.file, args.set)
+    if run.model.dtype != "bfloat16":
+        print(f"The base is planned in bfloat16; {args.file} has model.dtype = {run.model.dtype}, which holds more")
     args.model = args.model or run.model.path
     args.bucket = run.packing.buckets[-1] if args.bucket is None else args.bucket
     args.rows = run.learner.rows_per_call if args.rows is None else args.rows
@@ -252,8 +254,8 @@ def _run_file(plan: Plan, mesh: ShardingSettings) -> str:
     from learner.sharding import MESH_AXES
 
     axes = ", ".join(f"sharding.{name} = {getattr(mesh, name)}" for name in MESH_AXES if getattr(mesh, name) > 1)
-    quantized = "" if plan.quantize == "none" else f', model.quantize = "{plan.quantize}"'
-    return f'{axes or "no [sharding]"}, learner.rows_per_call = {plan.rows}, learner.remat = "{plan.remat}"{quantized}'
+    model = 'model.dtype = "bfloat16"' + ("" if plan.quantize == "none" else f', model.quantize = "{plan.quantize}"')
+    return f'{axes or "no [sharding]"}, learner.rows_per_call = {plan.rows}, learner.remat = "{plan.remat}", {model}'
 
 
 def _json(

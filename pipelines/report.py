@@ -25,6 +25,7 @@ ENDINGS = {
     "interrupted": "it was interrupted",
     "no_progress": "it made no progress",
     "taken_over": "a newer learner took over",
+    "failed_fast": "an episode failed, and failures.policy is fail_fast",
     "crashed": "the learner crashed",
 }
 """`outcome` of summary.json, for people."""

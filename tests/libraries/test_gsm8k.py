@@ -129,7 +129,9 @@ def test_the_example_holds_the_published_setting_and_a_dry_run_says_what_it_cann
 
 def test_a_plan_takes_the_examples_model_adapter_rows_and_mesh(capsys):
     assert main(["plan", str(EXAMPLE), "--topology", "v5e-8", "--compile", "0", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out = capsys.readouterr().out
+    assert "planned in bfloat16; " + str(EXAMPLE) + " has model.dtype = float32" in out
+    plan = json.loads(out.splitlines()[-1])
     assert (plan["fits"], plan["model"], plan["lora_rank"]) == (True, "gemma-2-2b-it", 64)
     assert plan["mesh"] == {"data": 1, "fsdp": 2, "tensor": 4}
     assert (plan["bucket"], plan["rows"], plan["remat"]) == (2048, 2, "layer")

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from learner.loop import Ending
 from learner.settings import LearnerSettings
 from pipelines.attempts import Attempt, Ended, new_attempt
 from pipelines.check import finished
 from pipelines.cli import TINY_DEMO, main
 from pipelines.config import Run, load_run
+from pipelines.report import ENDINGS
 from policy.adapters import AdapterStore
 from policy.lora import init_adapter
 from policy.weights import load_model
@@ -242,6 +244,10 @@ def test_a_run_that_failed_is_shown_with_its_end_and_its_log(tmp_path: Path, cap
     (attempt.folder / "summary.json").write_text(json.dumps(summary(outcome="interrupted")))
     assert main(["show", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.startswith("tiny-0001-abc, step 80: failed with exit status 2")
+
+
+def test_every_end_of_a_run_has_words_of_its_own() -> None:
+    assert ENDINGS.keys() == set(Ending)
 
 
 def test_a_killed_and_a_running_run_are_told_apart(tmp_path: Path, capsys: Capture) -> None:

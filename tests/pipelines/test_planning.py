@@ -57,7 +57,10 @@ def test_a_quantised_base_takes_less_and_is_said_in_the_run_file(capsys):
         assert f"on {'bfloat16' if format == 'none' else format}, remat" in out
         taken[format] = found["argument_gib_per_device"]
     assert taken["nf4"] < 0.7 * taken["int8"] < 0.7 * 0.7 * taken["none"]
-    assert 'learner.remat = "layer", model.quantize = "nf4"' in plan(capsys, *arguments, "nf4")[1]
+    assert (
+        'learner.remat = "layer", model.dtype = "bfloat16", model.quantize = "nf4"'
+        in plan(capsys, *arguments, "nf4")[1]
+    )
     # Where a dense base does not fit and one in 4 bits does, that is said.
     _, _, found = plan(capsys, "--model", "llama-3.1-70b", "--topology", "v5e-8", "--compile", "0")
     assert any(how.startswith("--quantize nf4 --mesh ") for how in found["would_fit"])
