@@ -108,6 +108,11 @@ class Run:
                 f"sampling.max_tokens ({self.sampling.max_tokens}) must be below sampling.max_context "
                 f"({self.sampling.max_context}): a turn needs a prompt before it"
             )
+        if self.learner.rows_per_call % (shares := self.sharding.data * self.sharding.fsdp):
+            raise SettingsError(
+                f"learner.rows_per_call ({self.learner.rows_per_call}) must be a multiple of sharding.data × "
+                f"sharding.fsdp ({shares}), over which a call's rows are spread: set it to {shares}, or lower those"
+            )
         if self.failures.policy is FailureKind.MIN_VIABLE_GROUP and self.learner.group_size < self.failures.min_members:
             raise SettingsError(
                 f"learner.group_size ({self.learner.group_size}) must be at least failures.min_members "

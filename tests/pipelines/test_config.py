@@ -80,6 +80,7 @@ def test_a_resolved_run_keeps_its_settings_whatever_its_algorithm_is_called(tmp_
         ('name = "a"\nalgorithm = "ppo"\n[loss]\nkl_coefficient = 0.1\nkl_in = "reward"', "kl_in must be 'loss'"),
         ('name = "a"\n[environment]\nepisode_timeout_s = 5000.0', "issued twice"),
         ('name = "a"\n[learner]\nno_progress_s = 60.0', "one slow group ends the run"),
+        ('name = "a"\n[sharding]\nfsdp = 8', r"rows_per_call \(2\) must be a multiple of .* \(8\), .* set it to 8"),
         ('name = "a"\n[failures]\nmin_members = 9\n[learner]\ngroup_size = 8', "else every group fails"),
         ('name = "a"\n[failures]\npolicy = "retry"', "a slow member would fail its group"),
         ('name = "a"\nstorage = "gs://b/x"', "set cloud.project"),
