@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REFERENCE := .venv-reference
 TUNIX := .venv-tunix
+PLAN := .venv-plan
 LIBRARIES := openenv reasoning-gym textarena tunix verifiers
 ARGS ?=
 
-.PHONY: help setup lock lock-libraries demo demo-tiny test test-libraries lint soak bench bench-decode bench-setup bench-learner bench-rollouts parity base-model clean
+.PHONY: help setup lock lock-libraries demo demo-tiny test test-libraries test-plan lint soak bench bench-decode bench-setup bench-learner bench-rollouts parity base-model clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +55,16 @@ test-%: .venv-library-%/.installed
 	VIRTUAL_ENV=.venv-library-$* .venv-library-$*/bin/uv pip install --quiet -r $<
 	touch $@
 .PRECIOUS: .venv-library-%/.installed
+
+test-plan: $(PLAN)/.installed  ## `headrace plan` with libtpu's compiler, in an environment of its own
+	$(PLAN)/bin/python -m pytest tests/learner/test_planning.py tests/learner/test_hlo.py $(ARGS)
+
+$(PLAN)/.installed: requirements.lock setup.py
+	$(PYTHON) -m venv $(PLAN)
+	$(PLAN)/bin/pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(PLAN) $(PLAN)/bin/uv pip install --quiet --require-hashes -r requirements.lock
+	VIRTUAL_ENV=$(PLAN) $(PLAN)/bin/uv pip install --quiet --no-build-isolation --editable '.[plan]'
+	touch $@
 
 lock-libraries: setup  ## Renew the requirements of `make test-libraries`
 	for name in $(LIBRARIES); do \
@@ -100,4 +111,4 @@ base-model: setup  ## Make the tiny model's base from nothing
 	$(BIN)/python examples/make_calculator_base.py $(ARGS)
 
 clean:  ## Remove .venv and caches
-	rm -rf $(VENV) $(REFERENCE) $(TUNIX) $(LIBRARIES:%=.venv-library-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(REFERENCE) $(TUNIX) $(PLAN) $(LIBRARIES:%=.venv-library-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis
