@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from environments.calculator import evaluate, show
 from environments.environment import Action, Message
 from environments.http_tool import HttpSettings, HttpTool
-from environments.libraries import between_tags
 from environments.python_tool import PythonSettings, PythonTool
 from environments.search_tool import SearchSettings, SearchTool
 from environments.sql_tool import SqlSettings, SqlTool
 from environments.tasks import task_file
 from environments.tools import Limits, Score, Tool, ToolEnvironment
+from environments.turns import between_tags, opening
 
 
 class ToolMaker(Protocol):
@@ -109,7 +109,7 @@ class ToolQuestions:
         return ToolEnvironment(self._toolset.tools(), self._prompt, score_answer)
 
     def _prompt(self, payload: Mapping[str, Any]) -> list[Message]:
-        return [*([Message("system", self._system)] if self._system else []), Message("user", payload["question"])]
+        return opening(self._system, payload["question"])
 
 
 def score_answer(payload: Mapping[str, Any], actions: Sequence[Action]) -> Score:

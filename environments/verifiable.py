@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from environments.environment import Message, StepResult, TaskSource, find_named
 from environments.tasks import TaskList, task_file
 from environments.tools import Score, Tool, ToolEnvironment, call_either
+from environments.turns import opening
 
 Prompt = str | Callable[[Mapping[str, Any]], str | Sequence[Message]]
 """A template over the payload's columns, such as "{question}", or a function of the payload."""
@@ -102,7 +103,7 @@ class Verifiable:
         asked = self.prompt.format_map(payload) if isinstance(self.prompt, str) else self.prompt(payload)
         if not isinstance(asked, str):
             return asked
-        return [*([Message("system", self.system)] if self.system else []), Message("user", asked)]
+        return opening(self.system, asked)
 
 
 class _Verified(ToolEnvironment):

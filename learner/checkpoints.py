@@ -13,7 +13,6 @@ matter how the mesh of a run spread them. Never pickle.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -78,8 +77,10 @@ class Checkpoints:
             self._write(name, snapshot)
         except BaseException:
             # Where storage is full, half of a checkpoint would leave no room for the next one.
-            with contextlib.suppress(Exception):
+            try:
                 _remove(f"{self._storage.url}/{name}")
+            except Exception as error:
+                logger.warning("what there is of checkpoint %s in %s stays: %s", name, self._storage.url, error)
             raise
         self._prune(protect)
         return name

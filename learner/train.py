@@ -42,6 +42,7 @@ from learner.step import OptimizerSettings, Trainer
 from learner.subscriber import Outbox, Subscriber
 from policy.adapters import AdapterStore, BadAdapter, Lease, claim_incarnation, load_peft
 from policy.lora import Adapter, LoraSettings
+from policy.settings import Quantization
 from policy.transformer import ModelConfig
 from policy.weights import LoadedModel, ModelSettings, load_model
 from trajectories.advantages import AdvantageSettings
@@ -186,7 +187,7 @@ def _train(
     trainer: StepRunner = own if crew is None else HostedTrainer(own, crew)
     checkpoints = Checkpoints(storage.join("checkpoints"), lease.incarnation, spec.checkpoints.keep)
     snapshot = checkpoints.newest(trainer.state())
-    base = model.name if spec.model.quantize == "none" else f"{model.name} in {spec.model.quantize}"
+    base = model.name if spec.model.quantize is Quantization.NONE else f"{model.name} in {spec.model.quantize}"
     ledger, tally = Ledger(spec.learner.max_attempts), Tally()
     pool = Pool(spec.difficulty) if spec.difficulty.on else None
     if snapshot is not None:

@@ -58,8 +58,8 @@ def run_learner(
     `learner.train`. Returns the exit status.
 
     Where several hosts train together (`sharding.hosts`), `coordinator` and `host` say which of them this is (see
-    `learner.hosts.join`); those that follow do not return. `compilation_cache` is where
-    compiled steps are kept (see `pipelines.compiled`).
+    `learner.hosts.join`); those that follow do not return. `compilation_cache` is where compiled steps are
+    kept (see `pipelines.compiled`).
 
     What no restart would mend (a model, an adapter, an environment, checkpoints that cannot be used) becomes a
     SettingsError.

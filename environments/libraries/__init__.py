@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from environments.environment import Message, find_named
+from environments.environment import find_named
 from environments.tools import run_blocking
 from trajectories.schema import stream_seed
 
@@ -35,12 +35,6 @@ def require(module: str, extra: str) -> Any:
 def named(option: str, name: str) -> Callable[..., Any] | None:
     """The function that the option names as `module:name`; None if it names none. Raises ValueError."""
     return find_named(name, f"environment.options.{option} {name!r}") if name else None
-
-
-def opening(system: str, text: str) -> list[Message]:
-    """The conversation before the first turn; without a system message where `system` is ""."""
-    asked = Message("user", text)
-    return [Message("system", system), asked] if system else [asked]
 
 
 def held_out(question: str) -> bool:
@@ -97,14 +91,3 @@ def _outcome(function: Callable[[], R]) -> tuple[tuple[R] | None, Exception | No
         return (function(),), None
     except Exception as error:
         return None, error
-
-
-def between_tags(text: str, tag: str) -> str | None:
-    """What stands in the last `<tag>` of a turn, without space around it; the whole turn with tag ""."""
-    if not tag:
-        return text.strip()
-    found, at, opening, closing = None, 0, f"<{tag}>", f"</{tag}>"
-    # By hand, as a regular expression takes the square of the time for a turn that repeats its opening tag.
-    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
-        found, at = text[start + len(opening) : end], end + len(closing)
-    return None if found is None else found.strip()

@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Any
 
 from environments.environment import Action, Message
-from environments.libraries import between_tags, opening
 from environments.tasks import TaskList, task_file
 from environments.tools import Score, ToolEnvironment
+from environments.turns import between_tags, opening
 
 
 class Extraction(StrEnum):

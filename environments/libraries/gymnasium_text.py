@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult
-from environments.libraries import SeededTasks, Threaded, between_tags, named, opening, require
+from environments.libraries import SeededTasks, Threaded, named, require
+from environments.turns import between_tags, opening
 
 _EXTRA = "gymnasium"
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource, find_named
-from environments.libraries import opening, require
+from environments.libraries import require
 from environments.tasks import task_file
 from environments.tools import Score, Tool, ToolEnvironment, ToolError, call_either, describe
+from environments.turns import opening
 from environments.verifiable import columns, judged
 
 _EXTRA = "mcp"

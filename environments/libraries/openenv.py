@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import SeededTasks, between_tags, named, opening, require
+from environments.libraries import SeededTasks, named, require
 from environments.tasks import task_file
+from environments.turns import between_tags, opening
 
 _EXTRA = "openenv"
 

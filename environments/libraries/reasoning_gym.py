@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult
-from environments.libraries import between_tags, held_out, opening, require
+from environments.libraries import held_out, require
 from environments.tools import run_blocking
+from environments.turns import between_tags, opening
 from trajectories.schema import stream_seed
 
 _EXTRA = "reasoning-gym"

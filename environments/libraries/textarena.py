@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import SeededTasks, Threaded, named, opening, require
+from environments.libraries import SeededTasks, Threaded, named, require
 from environments.tools import call_either
+from environments.turns import opening
 from trajectories.schema import stream_seed
 
 _EXTRA = "textarena"

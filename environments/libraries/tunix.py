@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource, find_named
-from environments.libraries import Threaded, named, opening
+from environments.libraries import Threaded, named
 from environments.tasks import task_file
+from environments.turns import opening
 
 
 @dataclass(frozen=True)
