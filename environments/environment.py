@@ -27,6 +27,7 @@ __all__ = [
     "EnvironmentSpec",
     "Message",
     "Prepared",
+    "Shown",
     "Spec",
     "StepResult",
     "TaskSource",
@@ -106,6 +107,15 @@ class Prepared(Protocol):
     def prepare(self) -> None:
         """Make what takes time, such as an index: called once in each worker process, beside the event loop, before the
         first episode. What it raises ends the process with its reason."""
+        ...
+
+
+@runtime_checkable
+class Shown(Protocol):
+    """An EnvironmentSpec may be one: then `--dry-run` tries its first prompt in the model's chat format."""
+
+    def first_prompt(self, payload: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
+        """The conversation before the first turn, and the tools' schemas. Starts nothing."""
         ...
 
 

@@ -119,6 +119,10 @@ class HttpTool:
 
     def tool(self) -> Tool:
         """For any number of episodes."""
+        return self.described()
+
+    def described(self) -> Tool:
+        """The tool as the policy is shown it; nothing has to be started."""
         settings = self.settings
         body = {"body": {"type": "string", "description": "sent by POST, as JSON"}} if settings.post else {}
 

@@ -48,10 +48,19 @@ class PythonTool:
         self.settings = settings or PythonSettings()
         self.sandbox = Sandbox(self.settings)
 
-    def tool(self) -> Tool:
-        """For one episode: it counts its calls. The first starts the sandbox. Raises SandboxError if it must not start
-        here, so that the episode fails before the policy has said anything."""
+    def prepare(self) -> None:
+        """Start the sandbox, once in each process; blocks for some tenths of a second. Raises SandboxError if it must
+        not start here."""
         self.sandbox.start()
+
+    def tool(self) -> Tool:
+        """For one episode: it counts its calls. Without `prepare`, the first starts the sandbox, and raises what that
+        does, so that the episode fails before the policy has said anything."""
+        self.prepare()
+        return self.described().for_episode()
+
+    def described(self) -> Tool:
+        """The tool as the policy is shown it; starts nothing."""
         settings = self.settings
 
         async def python(code: str, context: ToolContext) -> str:
@@ -65,7 +74,7 @@ class PythonTool:
             timeout_s=settings.queue_s + settings.timeout_s,
             max_output=settings.output_bytes,
             max_calls=settings.calls_per_episode,
-        ).for_episode()
+        )
 
 
 def shown(execution: Execution) -> str:

@@ -16,6 +16,7 @@ import logging
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -84,7 +85,7 @@ class Corpus:
 
 
 class SearchTool:
-    """Makes the tool. Raises ValueError if a local corpus is not there."""
+    """Makes the tool. Raises ValueError if a local corpus is not there or begins with anything but documents."""
 
     def __init__(self, settings: SearchSettings) -> None:
         self.settings = settings
@@ -92,8 +93,10 @@ class SearchTool:
         self._folder: Scratch | None = None
         self._built: concurrent.futures.Future[SqlitePool] | None = None
         self.corpus: Corpus | None = None
-        if not settings.corpus.startswith("gs://") and not Path(settings.corpus).exists():
-            raise ValueError(f"search.corpus must name a file or a folder that is there, found {settings.corpus!r}")
+        if not settings.corpus.startswith("gs://"):
+            if not Path(settings.corpus).exists():
+                raise ValueError(f"search.corpus must name a file or a folder that is there, found {settings.corpus!r}")
+            _look_into(settings)
 
     def prepare(self) -> None:
         """Index the corpus, once in each process. Blocks until that is done; raises ValueError and StorageError."""
@@ -102,15 +105,20 @@ class SearchTool:
     def tool(self) -> Tool:
         """For any number of episodes. Without `prepare`, a thread begins to index and the first calls wait for it.
         Raises what `prepare` does if that has failed, so that the episode fails before the policy has said anything."""
-        built, settings = self._start(), self.settings
+        built = self._start()
         if built.done():
             built.result()
+        return self.described()
+
+    def described(self) -> Tool:
+        """The tool as the policy is shown it; starts nothing before it is called."""
+        settings = self.settings
 
         async def search(query: str) -> str:
             asked = _query(query, settings)
             loop = asyncio.get_running_loop()
             deadline = loop.time() + settings.timeout_s
-            pool = await asyncio.shield(asyncio.wrap_future(built))
+            pool = await asyncio.shield(asyncio.wrap_future(self._start()))
             found = await pool.query(asked, max(0.05, deadline - loop.time()))
             return shown(found.rows, settings)
 
@@ -142,7 +150,12 @@ class SearchTool:
         try:
             self._folder = Scratch("search")
             path = self._folder.path / "index"
+            began = time.monotonic()
             self.corpus = index(self.settings, path)
+            seconds = time.monotonic() - began
+            log.info(
+                "search: indexed %d documents of %s in %.1f s", self.corpus.documents, self.settings.corpus, seconds
+            )
             built.set_result(SqlitePool(path, memory_mb=256, slots=self.settings.slots))
         except BaseException as error:
             built.set_exception(error)
@@ -197,6 +210,8 @@ _MOST_LINE = 4 << 20
 """Bytes; a longer line is no document."""
 _MOST_LEFT_OUT = 0.1
 """Share of lines that are no documents."""
+_FIRST_LINES = 100
+"""Of a local corpus, looked at before a run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +248,29 @@ def index(settings: SearchSettings, path: Path) -> Corpus:
                 f"search.index_mb must hold the corpus: {settings.index_mb} MiB were full after {documents} documents"
             ) from error
     if not documents or left_out > _MOST_LEFT_OUT * (documents + left_out):
-        raise ValueError(
-            f"search.corpus must hold documents, found {documents} in {settings.corpus!r}"
-            + (f" and {left_out} lines that are none; the first: {why}" if left_out else "")
-        )
+        raise _no_corpus(settings, documents, left_out, why)
     if left_out:
         log.warning("search: %d lines of %s are no documents; the first: %s", left_out, settings.corpus, why)
     return Corpus(documents, left_out, why)
+
+
+def _look_into(settings: SearchSettings) -> None:
+    """Raises ValueError where the first lines hold no document: an index would only find that out later."""
+    bad: list[str] = []
+    for found in _documents(settings):
+        if not isinstance(found, str):
+            return
+        bad.append(found)
+        if len(bad) == _FIRST_LINES:
+            break
+    raise _no_corpus(settings, 0, len(bad), bad[0] if bad else "")
+
+
+def _no_corpus(settings: SearchSettings, documents: int, left_out: int, why: str) -> ValueError:
+    return ValueError(
+        f"search.corpus must hold documents, found {documents} in {settings.corpus!r}"
+        + (f" and {left_out} lines that are none; the first: {why}" if left_out else "")
+    )
 
 
 def _documents(settings: SearchSettings) -> Iterator[Document | str]:

@@ -71,10 +71,15 @@ class SqlTool:
     def tool(self) -> Tool:
         """For any number of episodes."""
         self.prepare()
-        settings, pool = self.settings, self._pool
-        assert pool is not None
+        return self.described()
+
+    def described(self) -> Tool:
+        """The tool as the policy is shown it; `prepare` must come before its first call."""
+        settings = self.settings
 
         async def sql(query: str) -> str:
+            pool = self._pool
+            assert pool is not None
             asked = Query(query, (), settings.rows, settings.output_chars, settings.cell_chars)
             return shown(await pool.query(asked, settings.timeout_s), settings.output_chars)
 

@@ -159,7 +159,8 @@ def _beside(url: str) -> str:
     if url.startswith("gs://") or not folder.is_dir():
         return ""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (".jsonl", ".json", ".ndjson"))
-    return f"; its folder holds {', '.join(names[:8])}" if names else "; its folder holds no .jsonl"
+    holds = f"holds {', '.join(names[:8])}" if names else "holds no .jsonl"
+    return f"; its folder {'' if Path(url).is_absolute() else f'{folder.absolute()} '}{holds}"
 
 
 def _key(payload: Payload, key: str, place: str) -> str:

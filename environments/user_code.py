@@ -37,6 +37,9 @@ MOST_BYTES = 64 << 20
 LEFT_OUT = ("__pycache__", "node_modules", "venv", "runs", "build", "dist")
 """Folders that do not travel, and neither does anything whose name begins with a dot."""
 
+_folder: Path | None = None
+"""That of the run that this process belongs to."""
+
 
 class CodeError(ValueError):
     """The user's folder cannot be used; says why and how to mend it."""
@@ -48,6 +51,8 @@ def make_importable(url: str) -> None:
     What an archive requires and this Python lacks is installed beside it, at the versions that go with those that are
     here. Of a folder on this machine it is only checked. Raises CodeError.
     """
+    global _folder
+    _folder = None
     if not url:
         return
     if not url.endswith(".zip"):
@@ -60,6 +65,7 @@ def make_importable(url: str) -> None:
                 f"`python -m environments.user_code {url}`"
             )
         _put_on_path([folder])
+        _folder = folder
         return
     folder = _unpacked(url, _cache())
     lacking = missing(requirements_of(folder))
@@ -69,6 +75,15 @@ def make_importable(url: str) -> None:
             install(folder, lacking, Path(fresh) / "packages")
             _take_place(Path(fresh) / "packages", packages)
     _put_on_path([folder], [packages] if lacking else [])
+    _folder = folder
+
+
+def located(path: str) -> str:
+    """Where a file that a run file names lies: in `code.path`'s folder, where it travels with the run, else at `path`
+    from the current folder. Absolute paths and addresses are what they say."""
+    if "://" in path or os.path.isabs(path):
+        return path
+    return str(_folder / path) if _folder is not None and (_folder / path).exists() else path
 
 
 def _packages_name(lacking: Sequence[str]) -> str:

@@ -98,6 +98,11 @@ class Verifiable:
     def make(self) -> ToolEnvironment:
         return _Verified(self)
 
+    def first_prompt(self, payload: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
+        """See `environments.environment.Shown`."""
+        shown = self.tools if self.show_tools else ()
+        return self.messages(payload), [Tool.of(one).schema for one in shown]
+
     def messages(self, payload: Mapping[str, Any]) -> Sequence[Message]:
         """The conversation before the first turn."""
         asked = self.prompt.format_map(payload) if isinstance(self.prompt, str) else self.prompt(payload)

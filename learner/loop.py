@@ -34,6 +34,7 @@ from learner.metrics import (
     Tally,
     contrast,
     mean,
+    means,
     of_closing,
     of_verdict,
     percentile,
@@ -585,6 +586,7 @@ class Loop:
         tally, work, prepared = self._tally, done.work, done.work.prepared
         ages = [held.age(work.step) for held in work.chosen]
         trained = [of_closing(held.closing) for held in work.chosen]
+        members = [episode for held in work.chosen for episode in held.closing.episodes]
         groups = [*self._since_step, *trained]
         filtered, self._since_step = len(self._since_step), []
         tally.ages.update(ages)
@@ -613,6 +615,8 @@ class Loop:
             "train_s": self._train_s(),
             "success": success,
             "reward": mean([one.reward for one in groups]),
+            "reward_parts": means([one.reward_parts for one in members]),
+            "counts": means([one.metrics for one in members]),
             "groups": [held.closing.group_id for held in work.chosen],
             "closings": [held.closing.closing_id for held in work.chosen],
             "filtered": filtered,

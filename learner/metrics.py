@@ -309,6 +309,7 @@ def sample_line(step: int, phase: str, episode: Episode) -> dict[str, Any]:
         "success": episode.success,
         "reward": episode.reward,
         "reward_parts": dict(episode.reward_parts),
+        "counts": dict(episode.metrics),
         "status": str(episode.status),
         "prompt_length": episode.prompt_length,
         "tokens": episode.tokens_T.tolist(),
@@ -346,6 +347,13 @@ def longest_wait(stall_s: Mapping[str, float]) -> str:
 def no_gradient(record: Mapping[str, Any]) -> str:
     """Of the groups that ended since the step before, those whose members all had the same reward."""
     return f"{record['filtered']}/{record['filtered'] + len(record['groups'])}"
+
+
+def means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over all of `found`; one without a name counts 0 to it."""
+    return {
+        name: mean([one.get(name, 0.0) for one in found]) for name in sorted({name for one in found for name in one})
+    }
 
 
 def mean(values: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from environments.environment import load_environment
+from environments.environment import Shown, load_environment
 from environments.user_code import make_importable
 from learner.checkpoints import Checkpoints
 from learner.loop import Ending
@@ -43,7 +43,8 @@ def check(run: Run) -> str:
     where = f"environment.name {run.environment.name!r}"
     try:
         make_importable(run.code.path)
-        tasks = load_environment(run.environment, run.seed).tasks
+        spec = load_environment(run.environment, run.seed)
+        tasks = spec.tasks
     except ValueError as error:
         if not (elsewhere and _lacks_a_file(error)):
             raise SettingsError(str(error)) from error
@@ -67,6 +68,8 @@ def check(run: Run) -> str:
     if run.sampling.backend is Backend.REMOTE and key and not os.environ.get(key):
         raise SettingsError(f"sampling.api_key_env names {key}, which is not set: set it to the servers' API key")
     checked = f"checked: {model}, environment {run.environment.name}, {questions} held-out questions"
+    if isinstance(spec, Shown) and not elsewhere:
+        checked += f", a first prompt of {_first_prompt(run, spec, payload)} tokens"
     return f"{checked}\n{elsewhere}" if elsewhere else checked
 
 
@@ -94,6 +97,23 @@ def _model(run: Run) -> tuple[str, str]:
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return f"model {model.name} ({model.config.family}) and its chat format", ""
+
+
+def _first_prompt(run: Run, spec: Shown, payload: Mapping[str, Any]) -> int:
+    """Tokens of a task's first prompt. Raises SettingsError for one that the policy could not be given."""
+    where, model = f"environment.name {run.environment.name!r}", run.model
+    try:
+        messages, tools = spec.first_prompt(payload)
+        chat = load_chat(model.path, variables=model.template_variables, tool_calls=model.tool_calls)
+        length = len(chat.prompt(messages, tools))
+    except Exception as error:
+        raise SettingsError(f"{where}: the first prompt of tasks.task(0) cannot be made: {error}") from error
+    if length >= run.sampling.max_context:
+        raise SettingsError(
+            f"sampling.max_context is {run.sampling.max_context}, and the first prompt of {where} has {length} tokens, "
+            "its tools' descriptions included: raise it, and packing.buckets with it, or shorten the prompt"
+        )
+    return length
 
 
 def _lacks_a_file(error: BaseException) -> bool:

@@ -208,8 +208,9 @@ def _dialogue(sample: Mapping[str, Any], chat: ChatFormat) -> str:
     tokens, prompt_length = sample["tokens"], sample["prompt_length"]
     question = chat.decode(tokens[:prompt_length])[-PROMPT_CHARACTERS:]
     verdict = "solved" if sample["success"] else "not solved"
-    title = f"[{sample['phase']}, step {sample['step']}, {sample['episode']}: {verdict}, reward {sample['reward']:g}]"
-    return f"{title}\n...{question}{chat.decode(tokens[prompt_length:])}\n"
+    counts = "".join(f", {name} {count:g}" for name, count in sample.get("counts", {}).items())
+    title = f"[{sample['phase']}, step {sample['step']}, {sample['episode']}: {verdict}, reward {sample['reward']:g}"
+    return f"{title}{counts}]\n...{question}{chat.decode(tokens[prompt_length:])}\n"
 
 
 def _arrow(before: float | None, after: float | None) -> str:

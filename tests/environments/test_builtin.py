@@ -2,12 +2,18 @@
 
 import asyncio
 import json
+import re
 import sqlite3
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
-from environments.builtin import ToolQuestions, score_answer
+from environments.builtin import ToolQuestions, Toolset, score_answer
 from environments.environment import Action, EnvironmentSettings, Prepared, load_environment
+from environments.user_code import make_importable
+from pipelines.cli import main
 from policy.chat import FinishReason, ToolCall
 
 
@@ -65,13 +71,129 @@ def test_a_run_file_combines_tools(options):
     [
         ({"tools": ["abacus"]}, "there is no built-in tool 'abacus'; there are calculator, python, search, sql, http"),
         ({"tools": ["sql"]}, "search has settings and is not among the tools sql"),
-        ({"sql": {"tables": 1}}, "sql: .*unexpected keyword argument 'tables'"),
+        ({"tools": "search"}, r"tools must be a list of names, such as \["),
+        ({"sql": {"databse": "shop.db"}}, "sql has no setting 'databse'; did you mean database?"),
+        ({"sql": {"tables": 1}}, "sql has no setting 'tables'; its settings are timeout_s, output_chars, "),
+        ({"search": {"corpus": "x", "results": "3"}}, "search.results must be a whole number, found '3'"),
+        ({"search": {"corpus": "x", "timeout_s": True}}, "search.timeout_s must be a number, found True"),
+        ({"search": {"corpus": ["x"]}}, "search.corpus must be a text, found"),
+        ({"search": "corpus.jsonl"}, "search must be a table of settings, such as .*, found 'corpus.jsonl'"),
+        (
+            {"tools": ["http"], "http": {"allow": "https://a.org/"}, "search": None, "sql": None},
+            "must be a list of texts",
+        ),
         ({"questions": "nowhere.jsonl"}, "nowhere.jsonl: there is no such file"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options, changes, message):
     with pytest.raises(ValueError, match=message):
         ToolQuestions(**(options | changes))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"question": "a"}, "line 2: it lacks 'answer'; it has question"),
+        ({"answer": 1}, "line 2: it lacks 'question', the key; it has answer"),
+        ({"question": 3, "answer": 1}, "line 2: question must be a text, found 3"),
+        ({"question": "a", "answer": [1]}, r"line 2: answer must be a text, a number, true or false, found \[1\]"),
+        ({"question": "a", "answer": None}, "line 2: answer must be .* found None"),
+    ],
+)
+def test_a_question_that_cannot_be_asked_or_be_right_is_named(options, tmp_path, line, message):
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "1+1", "answer": 2}) + "\n" + json.dumps(line))
+    with pytest.raises(ValueError, match=message):
+        ToolQuestions(**options)
+
+
+def test_what_is_held_out_can_be_chosen(options, tmp_path):
+    assert len(ToolQuestions(**options, held_out=0.5).tasks.held_out) > 30
+    (tmp_path / "apart.jsonl").write_text('{"question": "What does item 3 cost?", "answer": 1.5}')
+    tasks = ToolQuestions(**options, held_out_file=str(tmp_path / "apart.jsonl")).tasks
+    assert (len(tasks.training), len(tasks.held_out)) == (99, 1)
+
+
+def test_what_a_policy_is_shown_is_known_before_anything_is_started(options):
+    spec = ToolQuestions(
+        **(options | {"tools": ["calculator", "python", "search", "sql", "http"]}), http={"allow": ["https://a.org/"]}
+    )
+    messages, tools = spec.first_prompt(spec.tasks.task(0))
+    assert [message.role for message in messages] == ["system", "user"]
+    search, python = (
+        next(one for one in spec._toolset._makers if type(one).__name__ == name)
+        for name in ("SearchTool", "PythonTool")
+    )
+    assert search._built is None
+    assert python.sandbox._server is None
+    spec.prepare()
+    assert search.corpus.documents == 1
+    assert list(spec.make().tools) == tools
+    python.sandbox.close()
+    search.close()
+
+
+def test_files_are_found_in_the_users_folder_before_the_current_one(options, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    relative = options | {
+        "questions": "questions.jsonl",
+        "search": {"corpus": "corpus.jsonl"},
+        "sql": {"database": "shop.db"},
+    }
+    with pytest.raises(ValueError, match=rf"questions.jsonl: there is no such file; its folder {here} holds no .jsonl"):
+        ToolQuestions("questions.jsonl", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    make_importable(str(tmp_path))
+    (here / "questions.jsonl").write_text('{"question": "1+1", "answer": 2}')
+    assert len(ToolQuestions(**relative).tasks.training) > 80
+    make_importable("")
+    assert len(ToolQuestions("questions.jsonl", []).tasks.training) == 1
+    with pytest.raises(ValueError, match=r"found 'corpus\.jsonl'"):
+        Toolset(["search"], {"search": {"corpus": "corpus.jsonl"}})
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch):
+    """The files that the page begins with, as they stand there; the run file."""
+    blocks = [textwrap.dedent(block) for block in re.findall(r"\n\n((?:    .*\n|\n(?=    ))+)", PAGE)]
+    run, questions, corpus, program = blocks[:4]
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, text in (("shop.toml", run), ("questions.jsonl", questions), ("corpus.jsonl", corpus)):
+        (folder / name).write_text(text)
+    with monkeypatch.context() as there:
+        there.chdir(folder)
+        exec(program, {})
+    return folder / "shop.toml"
+
+
+def test_the_page_shows_a_run_that_works(shop, capsys):
+    assert main(["run", str(shop), "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "2 held-out questions, a first prompt of " in said
+    assert 200 < int(said.rsplit(" ", 2)[1]) < 300
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            ["sampling.max_context=20"],
+            "sampling.max_context is 20, and the first prompt of environment.name .* tokens",
+        ),
+        (["environment.options.system=Go."], "first prompt .* cannot be made: calculator-tiny: .* found 'system'"),
+        (["environment.options.questons=x"], "unexpected keyword argument 'questons'; environment.options may hold"),
+        (["evaluation.questions=3"], "there are 2 held-out tasks, asked for 3"),
+    ],
+)
+def test_a_dry_run_says_what_does_not_fit(shop, settings, says, capsys):
+    tiny = ["model.path=calculator-tiny", "sampling.max_tokens=14", "environment.options.system=", *settings]
+    assert main(["run", str(shop), "--dry-run", *(f"--set={one}" for one in tiny)]) == 2
+    assert re.search(says, capsys.readouterr().err)
 
 
 def test_the_last_answer_counts_and_a_turn_of_opening_tags_alone_is_no_work():

@@ -89,10 +89,13 @@ def test_a_corpus_of_no_documents_is_refused_before_the_policy_says_anything(tmp
     with pytest.raises(ValueError, match=r"search\.corpus must name a file or a folder that is there"):
         SearchTool(SearchSettings(corpus=str(tmp_path / "nowhere")))
     corpus.write_text("[]\n" * 3)
-    search = SearchTool(SearchSettings(corpus=str(corpus)))
     with pytest.raises(ValueError, match=r"found 0 in .* and 3 lines that are none; the first: line 1"):
+        SearchTool(SearchSettings(corpus=str(corpus)))
+    corpus.write_text('{"text": "one"}\n' + "[]\n" * 3)
+    search = SearchTool(SearchSettings(corpus=str(corpus)))
+    with pytest.raises(ValueError, match=r"found 1 in .* and 3 lines that are none; the first: line 2"):
         search.prepare()
-    with pytest.raises(ValueError, match="found 0 in"):
+    with pytest.raises(ValueError, match="found 1 in"):
         search.tool()
     search.close()
     with pytest.raises(ValueError, match=r"search\.tokenizer must be one of porter unicode61"):
