@@ -8,6 +8,7 @@ environment, a tool or a policy does: a failure is the episode's status.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import logging
@@ -152,7 +153,9 @@ class ToolAgent:
     ) -> Status:
         """Fill in the transcript. Raises EpisodeFailed."""
         seed = stream_seed(self.run_seed, episode_id)
-        reset = functools.partial(environment.reset, task.payload, episode_id=episode_id, seed=seed)
+        # The group's members, and later tries, have one task between them: what one changes is its own.
+        payload = copy.deepcopy(dict(task.payload))
+        reset = functools.partial(environment.reset, payload, episode_id=episode_id, seed=seed)
         messages = await self._ask("reset", reset, script, deadline)
         with _blaming(Status.ENVIRONMENT_ERROR, "the environment's first messages cannot be rendered"):
             tools = tuple(environment.tools)

@@ -198,7 +198,7 @@ class HttpTool:
         try:
             slow = codecs.lookup(encoding).name in ("idna", "punycode")  # no charsets of pages; they take n² time
             text = data.decode("utf-8" if slow else encoding, "replace")
-        except LookupError:
+        except (LookupError, UnicodeError):  # the second is what the charset "undefined" raises for any text
             text = data.decode("utf-8", "replace")
         room = max(0, self.settings.output_chars - len(head) - len(_MORE) - 1)
         return f"{head}\n{text}" if not more and len(text) <= room else f"{head}\n{text[:room]}{_MORE}"
@@ -215,7 +215,9 @@ class HttpTool:
             data += piece if unpack is None else unpack.decompress(piece, limit + 1 - len(data))
             if len(data) > limit:
                 return bytes(data[:limit]), True
-        return bytes(data), False
+            if unpack is not None and unpack.eof:  # a server may go on for ever
+                break
+        return bytes(data), unpack is not None and bool(data) and not unpack.eof
 
 
 _MORE = "\n(only its beginning)"
@@ -233,7 +235,10 @@ class _CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await run_blocking(lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM))
+        try:
+            found = await run_blocking(lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM))
+        except UnicodeError as error:  # a part of it is empty or too long
+            raise ToolError(f"{host[:200]!r} is no name of a host") from error
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         allowed = [
             ResolveResult(hostname=host, host=str(address[0]), port=port, family=kind, proto=protocol, flags=numeric)

@@ -45,6 +45,9 @@ class Reply:
     role: str = "assistant"
 
 
+_REFUSAL_S = 0.05
+
+
 @dataclass
 class _Asked:
     """A call that waits for the policy."""
@@ -80,15 +83,20 @@ class Chat:
         Tools or OpenAI-style schemas, the same at every call (None: those of the first). How the policy samples is the
         run's. Raises ConversationError.
         """
-        if self._waiting or self._given_up:
-            other = "was given up" if self._given_up else "waits"
-            raise ConversationError(
-                f"chat.create was called while another call {other}: an episode is one conversation. For several "
-                "answers to one question there is learner.group_size"
-            )
-        whole = [self._message(message, place) for place, message in enumerate(messages)]
-        new = self._new(whole)
-        await self._settle_tools(tools)
+        try:
+            if self._waiting or self._given_up:
+                other = "was given up" if self._given_up else "waits"
+                raise ConversationError(
+                    f"chat.create was called while another call {other}: an episode is one conversation. For several "
+                    "answers to one question there is learner.group_size"
+                )
+            whole = [self._message(message, place) for place, message in enumerate(messages)]
+            new = self._new(whole)
+            await self._settle_tools(tools)
+        except Exception:
+            # A program that asks again whatever is raised must not keep the event loop, and its limits, from a turn.
+            await asyncio.sleep(_REFUSAL_S)
+            raise
         asked = _Asked(new, asyncio.get_running_loop().create_future())
         self._waiting = True
         try:

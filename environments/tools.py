@@ -81,8 +81,11 @@ async def contained(work: Awaitable[R]) -> R:
 
 def passes(error: BaseException) -> bool:
     """Whether code that is not ours may raise it as it is. The others would pass by every `except Exception`, and
-    SystemExit would leave through the event loop and end it: exit(), panics of extension modules, pytest.fail."""
-    return isinstance(error, Exception | asyncio.CancelledError | GeneratorExit | KeyboardInterrupt)
+    SystemExit and KeyboardInterrupt would leave through the event loop and end it: exit(), panics of extension modules,
+    pytest.fail. Ctrl-C reaches the main thread alone; elsewhere KeyboardInterrupt is what some code has raised."""
+    if isinstance(error, KeyboardInterrupt):
+        return threading.current_thread() is threading.main_thread()
+    return isinstance(error, Exception | asyncio.CancelledError | GeneratorExit)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
@@ -111,10 +114,12 @@ class BlockingCalls:
                 raise RuntimeError(f"{self.abandoned} blocking calls hang; give them time limits of their own")
             loop = asyncio.get_running_loop()
             future: asyncio.Future[R] = loop.create_future()
-            given_up = threading.Event()
+            ended = given_up = False  # both are the event loop's alone
 
             def settle(error: BaseException | None, value: Any) -> None:
-                if given_up.is_set():
+                nonlocal ended
+                ended = True
+                if given_up:
                     self.abandoned -= 1
                 elif not future.done():
                     future.set_exception(error) if error else future.set_result(value)
@@ -134,8 +139,9 @@ class BlockingCalls:
             try:
                 return await future
             except asyncio.CancelledError:
-                given_up.set()
-                self.abandoned += 1
+                if not ended:  # it may have, after the cancellation and before it arrived here
+                    given_up = True
+                    self.abandoned += 1
                 raise
 
 
@@ -163,7 +169,7 @@ def describe(error: BaseException) -> str:
     """Type and words of an error, even of one that cannot say them."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:
+    except BaseException:
         return type(error).__name__
 
 

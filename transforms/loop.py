@@ -236,8 +236,13 @@ class EpisodeLoop:
             with self._lock:
                 self._running -= 1
                 self._finished += 1
-                if not running.cancelled():
+                odd = asyncio.CancelledError() if running.cancelled() else running.exception()
+                if odd is None:
                     entry.result = running.result()
+                elif not self._closed and self._entries.get(task.episode_id(sample)) is entry:
+                    # Nobody here has cancelled it.
+                    why = f"the episode's code ended it by a {type(odd).__name__}"
+                    entry.result = failed_episode(task, sample, Status.ENVIRONMENT_ERROR, why)
 
         entry.running.add_done_callback(ended)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -66,20 +67,23 @@ _SEEDS = 2**30
 class Threaded:
     """The calls of one object that is not ours, one after the other beside the event loop.
 
-    A call that was given up goes on in its thread; nothing else is called then, since no library says that its objects
-    may be used by two threads at once.
+    A call that was given up goes on in its thread; nothing else is called until it ends, since no library says that its
+    objects may be used by two threads at once. One that was given up before it had a thread is never made.
     """
 
     def __init__(self) -> None:
-        self._hung = False
+        self._used = threading.Lock()
 
     async def call(self, function: Callable[[], R]) -> R:
         """Raises what it raises, and RuntimeError while an earlier call hangs."""
-        if self._hung:
+        if self._used.locked():
             raise RuntimeError("an earlier call hangs")
-        self._hung = True
-        result, error = await run_blocking(lambda: _outcome(function))
-        self._hung = False
+
+        def alone() -> tuple[tuple[R] | None, Exception | None]:
+            with self._used:
+                return _outcome(function)
+
+        result, error = await run_blocking(alone)
         if error is not None:
             raise error
         assert result is not None

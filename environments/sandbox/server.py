@@ -534,8 +534,8 @@ def _execute(text: str, seed: int, output_bytes: int) -> None:
         if value is not None:
             kind, told = RESULT, repr(value)
     except SystemExit as left:
-        if left.code not in (None, 0):
-            kind, told = EXCEPTION, f"SystemExit: {left.code}"
+        if left.code is not None and not (isinstance(left.code, int) and left.code == 0):
+            kind, told = EXCEPTION, _described(left)
     except MemoryError:
         vars(module).clear()  # room for what follows
         kind = NO_MEMORY
@@ -547,6 +547,8 @@ def _execute(text: str, seed: int, output_bytes: int) -> None:
     for stream in streams:
         with contextlib.suppress(BaseException):
             stream.flush()
+    if len(told) > output_bytes:  # before there is a copy of it: it may fill what memory there is
+        told = told[:output_bytes] + told[-output_bytes:]
     data = told.encode("utf-8", "backslashreplace")
     if len(data) > output_bytes:
         half = output_bytes // 2
@@ -569,6 +571,8 @@ def _evaluate(text: str, names: dict[str, Any]) -> object:
 
 def _described(error: BaseException) -> str:
     try:
+        if isinstance(error, SystemExit):
+            return "".join(traceback.format_exception_only(error)).strip()
         trace = None if isinstance(error, SyntaxError) else error.__traceback__
         for _ in range(2):  # the frames of this file
             trace = trace.tb_next if trace else None

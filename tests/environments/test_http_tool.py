@@ -65,6 +65,18 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(b"no gzip", Content_Encoding="gzip")
             case "/ok/punycode":
                 self.send(b"page" * (1 << 17) + b"-" + b"a" * (1 << 17), kind="text/plain; charset=punycode")
+            case "/ok/undefined":
+                self.send("héllo".encode(), kind="text/plain; charset=undefined")
+            case "/ok/half":
+                self.send(gzip.compress(b"page" * 100 + bytes(range(256)))[:-40], Content_Encoding="gzip")
+            case "/ok/tail":
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain")
+                self.send_header("Content-Encoding", "gzip")
+                self.end_headers()
+                self.wfile.write(gzip.compress(b"page"))
+                while True:
+                    self.wfile.write(b"tail" * 1000)
             case "/ok/brotli":
                 self.send(b"...", Content_Encoding="br")
             case "/ok/image":
@@ -201,6 +213,8 @@ def test_a_name_that_leads_to_this_machine_is_refused_unless_its_network_is_list
     assert result.text == "error: rebind.example leads to an address that is not public"
     assert fetch(HttpSettings(allow=listed, networks=("127.0.0.0/8",)), url).text.endswith("héllo")
     assert len(asked) == 2
+    nameless = fetch(HttpSettings(allow=listed), f"http://..example:{port}/")
+    assert nameless.counts == {"tool_calls": 1, "refused_calls": 1}
     localhost = HttpSettings(allow=(f"http://localhost:{port}/",))
     assert "is not public" in fetch(localhost, f"http://localhost:{port}/ok/").text
 
@@ -242,6 +256,11 @@ def test_answers_are_bounded(port):
     assert fetch(allowing(port, max_kb=1024), f"{base}punycode").text.startswith("200 text/plain\npagepage")
     assert time.monotonic() - began < 3
     assert "packed as 'br'" in fetch(settings, f"{base}brotli").text
+    assert fetch(settings, f"{base}tail").text == "200 text/plain\npage"
+    half = fetch(settings, f"{base}half").text
+    assert half.startswith("200 text/plain\npagepage")
+    assert half.endswith("\n(only its beginning)")
+    assert fetch(settings, f"{base}undefined").text == "200 text/plain\nhéllo"
 
 
 @pytest.mark.parametrize("path", ["broken", "header", "headers", "nonsense"])

@@ -1,6 +1,7 @@
 """Agent programs: their calls are one token sequence, their ends are rewards, and they hurt nobody when they fail."""
 
 import asyncio
+import contextlib
 import re
 
 import numpy as np
@@ -290,3 +291,17 @@ def test_a_real_chat_template_goes_on_where_the_sampled_ids_end(kit):
     first, second = (request.ids for request in client.requests)
     between = chat.continuation([Message("user", "So?")], sampled=said[0])
     assert second == first + said[0] + between
+
+
+def test_a_program_that_asks_again_whatever_is_raised_holds_nobody_up(play, kit):
+    """Its second question is refused for ever: a call goes on from the calls before it."""
+
+    async def stubborn(payload, chat):
+        while True:
+            with contextlib.suppress(Exception):
+                await chat.create([{"role": "user", "content": "1+1"}])
+
+    orchestrator = play(kit.Speaker(lambda *_: "<answer>2</answer>"), AgentProgram(stubborn, TASKS), step_timeout_s=0.3)
+    episode = asyncio.run(orchestrator.run(Task("run", 0, payload={}), 0))
+    assert episode.status is Status.TIMEOUT
+    assert orchestrator.gauges.abandoned == 0

@@ -588,6 +588,17 @@ ATTACKS = {
         (OUTPUT,),
     ),
     "a huge result": ("'x' * 2 ** 22", (COMPLETED,)),
+    "a result that fills the memory": ("class V:\n  def __repr__(self): return 'x' * (80 << 20)\nV()", (COMPLETED,)),
+    "an exit with words that fill the memory": ("import sys\nsys.exit('x' * (80 << 20))", (EXCEPTION,)),
+    "an exit whose words raise": (
+        """
+        class E:
+            def __eq__(self, other): raise ValueError
+            __str__ = __repr__ = __eq__
+        raise SystemExit(E())
+        """,
+        (EXCEPTION,),
+    ),
     "a huge exception": ("raise ValueError('x' * 2 ** 22)", (EXCEPTION,)),
     "an exception without words": ("class E(Exception):\n  def __str__(self): raise E\nraise E", (EXCEPTION,)),
     "text that is no text": ("print('\\ud800')\n'\\udcff'", (COMPLETED,)),

@@ -1,12 +1,14 @@
 """Tools answer with a bounded, valid observation whatever they do."""
 
 import asyncio
+import threading
 import time
 from typing import Any, Literal
 
 import pytest
 
 from environments.environment import Action, Message
+from environments.libraries import Threaded
 from environments.tools import (
     BlockingCalls,
     Limits,
@@ -16,6 +18,7 @@ from environments.tools import (
     ToolEnvironment,
     ToolError,
     ToolResult,
+    blocking_calls,
     bounded_text,
     mismatch,
     within,
@@ -241,3 +244,45 @@ def test_calls_beyond_the_limit_are_observations_and_counted_for_each_episode():
 def test_limits_say_what_they_must_be():
     with pytest.raises(ValueError, match="timeout_s must be more than 0 and at most 3600 seconds, found 0"):
         Limits(timeout_s=0)
+
+
+def test_a_blocking_call_that_ends_as_it_is_given_up_is_not_counted_as_hung_for_ever():
+    calls, release = BlockingCalls(1), threading.Event()
+
+    async def main():
+        task = asyncio.create_task(calls.run(release.wait))
+        while len(threads := [one for one in threading.enumerate() if one.name == "blocking-tool"]) < 1:
+            await asyncio.sleep(0.01)
+        release.set()
+        for thread in threads:
+            thread.join()  # the news of its end waits for the event loop, which is busy here
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert calls.abandoned == 0
+
+
+def test_an_object_of_a_library_is_free_again_when_a_call_that_was_given_up_ends_or_never_began():
+    release = threading.Event()
+
+    async def main():
+        blocking_calls.set(BlockingCalls(1))
+        hog, waits = Threaded(), Threaded()
+        hanging = asyncio.create_task(hog.call(release.wait))
+        waiting = asyncio.create_task(waits.call(lambda: "never made"))
+        await asyncio.sleep(0.05)
+        for task in (hanging, waiting):
+            task.cancel()
+        await asyncio.wait((hanging, waiting))
+        with pytest.raises(RuntimeError, match="an earlier call hangs"):
+            await hog.call(lambda: "closed")
+        freed = [await waits.call(lambda: "closed")]
+        release.set()
+        while hog._used.locked():
+            await asyncio.sleep(0.01)
+        return [*freed, await hog.call(lambda: "closed")]
+
+    assert asyncio.run(main()) == ["closed", "closed"]

@@ -120,6 +120,29 @@ def test_a_mistake_of_ours_costs_one_member(script: Scripted) -> None:
         assert "a mistake in the orchestrator" in episode.error
 
 
+@pytest.mark.parametrize("odd", [asyncio.CancelledError, GeneratorExit])
+def test_an_episode_that_its_own_code_ends_oddly_is_a_failed_one_and_never_runs_for_ever(
+    odd: type[BaseException],
+) -> None:
+    async def ends(task: Task, sample: int) -> Episode:
+        raise odd
+
+    loop = EpisodeLoop(max_concurrency=2, poll_interval_s=0.1, orphan_intervals=10, clock=time.monotonic)
+    loop.attach(ends)
+    try:
+        loop.submit(TASK, 0)
+        until(lambda: isinstance(loop.look(IDS[0]), Episode))
+        episode = loop.look(IDS[0])
+        assert isinstance(episode, Episode)
+        assert (episode.status, episode.error) == (
+            Status.ENVIRONMENT_ERROR,
+            f"the episode's code ended it by a {odd.__name__}",
+        )
+        assert loop.occupancy().holding == ()
+    finally:
+        loop.close(PATIENCE_S)
+
+
 def test_an_episode_nobody_asks_for_is_cancelled_and_its_key_may_come_back(script: Scripted) -> None:
     clock = Clock()
     with running(script, clock) as loop:
