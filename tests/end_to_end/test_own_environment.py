@@ -6,6 +6,10 @@ import json
 import re
 import shutil
 import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,9 @@ import pytest
 
 from environments.calculator import evaluate, show
 from pipelines.cli import main
-from policy.chat import load_tiny_chat
+from policy.chat import load_chat, load_tiny_chat
 from tests.end_to_end.stack import audit, headrace, steps
+from tests.tools_page import write_shop
 
 OWN = Path(__file__).parents[2] / "examples" / "own"
 SHORT = ("--set", "learner.steps=2", "--set", "evaluation.questions=8", "--set", "rollouts.heartbeat_interval_s=1.0")
@@ -134,10 +139,79 @@ def test_a_file_that_cannot_be_used_is_refused_by_a_dry_run(
     assert re.search(says, capsys.readouterr().err)
 
 
-@pytest.mark.timeout(120)
-def test_a_run_with_a_broken_corpus_begins_no_episode_and_says_why(shop: Path, tmp_path: Path) -> None:
-    shop.with_name("corpus.jsonl").write_text("[]\n")
-    with headrace(tmp_path / "run", "run", str(shop)) as stack:
-        assert stack.process.wait(100) == 2
-    assert "the learner cannot use this run" in stack.output
-    assert "search.corpus must hold documents, found 0" in stack.output
+SERVED = (
+    'sampling.backend="remote"',
+    'sampling.dialect="sglang"',
+    'sampling.served_model="scripted"',
+    'environment.options.tools=["search", "sql", "calculator", "python"]',
+)
+
+
+@pytest.mark.timeout(200)
+def test_every_tool_answers_in_the_job_that_the_page_begins_with(tmp_path: Path) -> None:
+    """docs/tools.md as it stands, with an inference server whose policy knows how to use the tools."""
+    file = write_shop(tmp_path / "mine")
+    with answering(shop_assistant) as address:
+        sets = [f"--set={one}" for one in (*SERVED, f'sampling.servers=["{address}"]')]
+        with headrace(tmp_path / "eval", "eval", str(file), "--json", *sets) as stack:
+            found = stack.finish(150)
+            figures = json.loads(stack.output.splitlines()[-1])["evaluation"]
+    for how in ("sampled", "greedy"):
+        assert figures[how]["ends"] == {"solved": 2, "wrong": 0, "truncated": 0, "failed": 0}
+        assert figures[how]["parts"] == {"answer": 1.0}
+        assert figures[how]["turns"]["max"] == 3
+    assert found["dead_letters"] == {}
+    samples = [json.loads(line) for line in (tmp_path / "eval" / "latest" / "samples.jsonl").read_text().splitlines()]
+    assert sorted(sample["counts"]["tool_calls"] for sample in samples) == [1, 1, 3, 3]
+
+
+def shop_assistant(conversation: str) -> str:
+    """The next turn. What it says is made of what the tools have said, so a wrong result makes a wrong answer."""
+    _, question, said = conversation.rpartition("What do three cups cost?")
+    if not question:
+        said = conversation.rpartition("On which shelf are the cups?")[2]
+        shelf = re.search(r"1\. \[cups\] Cups\nCups stand on shelf (\w+)", said)
+        return f"<answer>{shelf[1]}</answer>" if shelf else call("search", query="shelf of the cups")
+    price, costs = re.search(r"price\n(\d+)", said), re.findall(r"^(?:<tool_response>)?(\d\d)\b", said, re.MULTILINE)
+    if not price:
+        return call("sql", query="SELECT price FROM items WHERE name = 'cup'")
+    if not costs:
+        return call("calculator", expression=f"3*{price[1]}") + call("python", code=f"print(3 * {price[1]})")
+    return f"<answer>{costs[0] if costs == costs[:1] * 2 else costs}</answer>"
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@contextmanager
+def answering(policy: Callable[[str], str]) -> Iterator[str]:
+    """The address of an inference server in SGLang's dialect, with `policy` in the place of SmolLM2."""
+    chat = load_chat("smollm2-135m")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)  # it lists no models
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer: dict[str, Any] = {"success": True}
+            if self.path == "/generate":
+                ids = [*chat.encode(policy(chat.decode(asked["input_ids"]))), chat.stop_token_ids[0]]
+                logprobs = [[-0.1, token, None] for token in ids]
+                finish = {"type": "stop", "matched": ids[-1]}
+                answer = {"meta_info": {"finish_reason": finish, "output_token_logprobs": logprobs}}
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

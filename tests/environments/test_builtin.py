@@ -5,8 +5,6 @@ import json
 import re
 import sqlite3
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +13,7 @@ from environments.environment import Action, EnvironmentSettings, Prepared, load
 from environments.user_code import make_importable
 from pipelines.cli import main
 from policy.chat import FinishReason, ToolCall
+from tests.tools_page import write_shop
 
 
 @pytest.fixture
@@ -153,22 +152,9 @@ def test_files_are_found_in_the_users_folder_before_the_current_one(options, tmp
         Toolset(["search"], {"search": {"corpus": "corpus.jsonl"}})
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
-
-
 @pytest.fixture
-def shop(tmp_path, monkeypatch):
-    """The files that the page begins with, as they stand there; the run file."""
-    blocks = [textwrap.dedent(block) for block in re.findall(r"\n\n((?:    .*\n|\n(?=    ))+)", PAGE)]
-    run, questions, corpus, program = blocks[:4]
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    for name, text in (("shop.toml", run), ("questions.jsonl", questions), ("corpus.jsonl", corpus)):
-        (folder / name).write_text(text)
-    with monkeypatch.context() as there:
-        there.chdir(folder)
-        exec(program, {})
-    return folder / "shop.toml"
+def shop(tmp_path):
+    return write_shop(tmp_path / "mine")
 
 
 def test_the_page_shows_a_run_that_works(shop, capsys):
