@@ -69,7 +69,7 @@ class Toolset:
         if unknown := [name for name in (*names, *settings) if name not in _MAKERS]:
             raise ValueError(f"there is no built-in tool {unknown[0]!r}; there are {', '.join(_MAKERS)}")
         if unused := [name for name in settings if name not in names]:
-            raise ValueError(f"{unused[0]} has settings and is not among the tools {', '.join(names)}")
+            raise ValueError(f"{unused[0]} has settings and is not among the tools: {', '.join(names) or 'none'}")
         self._makers: list[ToolMaker] = []
         for name in dict.fromkeys(names):
             kind, maker = _MAKERS[name]
@@ -147,6 +147,12 @@ class ToolQuestions:
         sql: Mapping[str, Any] | None = None,
         http: Mapping[str, Any] | None = None,
     ) -> None:
+        texts = {"questions": questions, "held_out_file": held_out_file, "system": system}
+        for name, option in texts.items():
+            if not isinstance(option, str):
+                raise ValueError(f"{name} must be a text, found {option!r}")
+        if not _fits(held_out, float):
+            raise ValueError(f"held_out must be a number, found {held_out!r}")
         given = {"calculator": calculator, "python": python, "search": search, "sql": sql, "http": http}
         self._toolset = Toolset(tools, {name: value for name, value in given.items() if value is not None})
         self._system = system

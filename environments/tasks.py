@@ -108,7 +108,8 @@ def read_jsonl(path: str | Path) -> list[tuple[str, Payload]]:
     try:
         data = open_storage(folder or ("/" if url.startswith("/") else ".")).read(name)
     except NotFound as error:
-        raise TaskFileError(f"{url}: there is no such file{_beside(url)}") from error
+        what = "it is a folder, name a file" if "://" not in url and Path(url).is_dir() else "there is no such file"
+        raise TaskFileError(f"{url}: {what}{_beside(url)}") from error
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -159,6 +160,8 @@ def _beside(url: str) -> str:
     if url.startswith("gs://") or not folder.is_dir():
         return ""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (".jsonl", ".json", ".ndjson"))
+    if Path(url).is_dir():
+        return f"; it holds {', '.join(names[:8])}" if names else ""
     holds = f"holds {', '.join(names[:8])}" if names else "holds no .jsonl"
     return f"; its folder {'' if Path(url).is_absolute() else f'{folder.absolute()} '}{holds}"
 

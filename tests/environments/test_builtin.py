@@ -10,10 +10,11 @@ import pytest
 
 from environments.builtin import ToolQuestions, Toolset, score_answer
 from environments.environment import Action, EnvironmentSettings, Prepared, load_environment
-from environments.user_code import make_importable
+from environments.user_code import make_importable, send
 from pipelines.cli import main
 from policy.chat import FinishReason, ToolCall
 from tests.tools_page import write_shop
+from trajectories.storage import open_storage
 
 
 @pytest.fixture
@@ -69,7 +70,10 @@ def test_a_run_file_combines_tools(options):
     ("changes", "message"),
     [
         ({"tools": ["abacus"]}, "there is no built-in tool 'abacus'; there are calculator, python, search, sql, http"),
-        ({"tools": ["sql"]}, "search has settings and is not among the tools sql"),
+        ({"tools": ["sql"]}, "search has settings and is not among the tools: sql"),
+        ({"questions": 5}, "questions must be a text, found 5"),
+        ({"held_out": "a tenth"}, "held_out must be a number, found 'a tenth'"),
+        ({"tools": [], "search": None}, "sql has settings and is not among the tools: none"),
         ({"tools": "search"}, r"tools must be a list of names, such as \["),
         ({"sql": {"databse": "shop.db"}}, "sql has no setting 'databse'; did you mean database?"),
         ({"sql": {"tables": 1}}, "sql has no setting 'tables'; its settings are timeout_s, output_chars, "),
@@ -146,6 +150,11 @@ def test_files_are_found_in_the_users_folder_before_the_current_one(options, tmp
     make_importable(str(tmp_path))
     (here / "questions.jsonl").write_text('{"question": "1+1", "answer": 2}')
     assert len(ToolQuestions(**relative).tasks.training) > 80
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    make_importable(send(tmp_path, open_storage(str(tmp_path / ".bucket"))))  # as on a machine in the cloud
+    unpacked = ToolQuestions(**relative)
+    assert len(unpacked.tasks.training) > 80
+    unpacked.prepare()
     make_importable("")
     assert len(ToolQuestions("questions.jsonl", []).tasks.training) == 1
     with pytest.raises(ValueError, match=r"found 'corpus\.jsonl'"):

@@ -78,7 +78,7 @@ def test_a_bad_line_is_named_with_its_place(tmp_path, text, says):
 def test_a_file_from_an_editor_on_windows_is_read_as_any_other(tmp_path):
     (tmp_path / "a.jsonl").write_bytes("\ufeff".encode() + b'{"question": "1+1"}\r\n\r\n{"question": "2+2"}\r\n')
     assert words(task_file(tmp_path / "a.jsonl", held_out=0.0).training) == ["1+1", "2+2"]
-    with pytest.raises(TaskFileError, match=r"no such file; its folder holds a\.jsonl"):
+    with pytest.raises(TaskFileError, match=r"it is a folder, name a file; it holds a\.jsonl"):
         task_file(tmp_path)
 
 
