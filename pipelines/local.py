@@ -43,7 +43,7 @@ EXIT_TAKEN_OVER = 4
 EXIT_FAILED_FAST = 5
 EXIT_INTERRUPTED = 130
 FINAL_EXITS = (0, EXIT_CONFIGURATION, EXIT_NO_PROGRESS, EXIT_TAKEN_OVER, EXIT_FAILED_FAST, EXIT_INTERRUPTED)
-"""Exit statuses of the learner that starting it again would not change."""
+"""Exit statuses of the learner that starting it again would not change; of the rollout job, EXIT_CONFIGURATION is."""
 WHY = {
     EXIT_NO_PROGRESS: "no sign of progress for learner.no_progress_s",
     EXIT_TAKEN_OVER: "a newer learner has claimed the run's storage: two runs share it, or one was started twice",
@@ -219,15 +219,17 @@ class LocalStack:
             if self._interrupted:
                 return Ended(EXIT_INTERRUPTED)
             status = self.learner.status
-            if status == EXIT_CONFIGURATION:
-                why = self.learner.refusal()
-                self._say(f"the learner cannot use this run: {why}\n(its log: {self.learner.log})")
-                return Ended(EXIT_CONFIGURATION, why, str(self.learner.log))
+            for who, process in (("learner", self.learner), ("rollout job", self.rollouts)):
+                if process.status == EXIT_CONFIGURATION:
+                    why = process.refusal()
+                    self._say(f"the {who} cannot use this run: {why}\n(its log: {process.log})")
+                    return Ended(EXIT_CONFIGURATION, why, str(process.log))
             if status in FINAL_EXITS:
                 log = str(self.learner.log) if status in WHY else ""
                 return Ended(int(status or 0), WHY.get(status or 0, ""), log)
             for process in (self.pubsub, self.rollouts, self.learner):
-                if (status := process.status) is not None and (ended := self._restart(process, status)):
+                status = process.status
+                if status not in (None, EXIT_CONFIGURATION) and (ended := self._restart(process, status)):
                     return ended
             self._end_lone_learner()
             time.sleep(0.1)

@@ -4,7 +4,8 @@
                               └─▶ PublishResults    └──────────┴────────────┴─▶ PublishVerdicts
     dead letters of every stage ─▶ PublishDeadLetters
 
-Locally the process is the job and lives until it is told to stop; on Dataflow it submits the job and ends.
+Locally the process is the job and lives until it is told to stop, or finds that it cannot run episodes; on Dataflow it
+submits the job and ends.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from apache_beam.options.pipeline_options import PipelineOptions, SetupOptions, 
 
 from pipelines.config import load_run
 from pipelines.direct_runner import ease
+from pipelines.local import EXIT_CONFIGURATION, REFUSAL
 from policy.allocator import keep_freed_memory
 from transforms.advantages import Advantages
 from transforms.dead_letters import DEAD, EVALUATED, VERDICTS
@@ -30,7 +32,7 @@ from transforms.episodes import RunEpisodes, RuntimeFactory
 from transforms.groups import GroupEpisodes
 from transforms.publish import PublishDeadLetters, PublishResults, PublishRows, PublishVerdicts
 from transforms.rows import PackRows
-from transforms.runtime import ProcessRuntime, close_runtimes
+from transforms.runtime import ProcessRuntime, RolloutRuntime, close_runtimes
 from transforms.settings import RolloutSpec
 from transforms.tasks import ReadTasks
 
@@ -87,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
         # Beam would make it at the first task. But a job that was killed with all tasks in hand and started again gets
         # none before the learner has heard from it.
-        runtime.start()
-        return _serve(pipeline)
+        return _serve(pipeline, runtime.start())
     # A template's launcher must not wait: the job outlives it.
     result = pipeline.run()
     job_id = result.job_id() if hasattr(result, "job_id") else "-"
@@ -96,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve(pipeline: beam.Pipeline) -> int:
-    """Run a local job until SIGTERM, SIGINT (0) or its failure (1)."""
+def _serve(pipeline: beam.Pipeline, runtime: RolloutRuntime) -> int:
+    """Run a local job until SIGTERM, SIGINT (0), its failure (1), or one that no restart would mend (2)."""
     over = threading.Event()
     failures: list[BaseException] = []
 
@@ -119,7 +120,7 @@ def _serve(pipeline: beam.Pipeline) -> int:
         over.set()
 
     threading.Thread(target=wait, name="job", daemon=True).start()
-    while not over.wait(1.0):
+    while not over.wait(1.0) and runtime.failure is None:
         pass
     if failures:
         logging.error("the rollout job failed", exc_info=failures[0])
@@ -128,7 +129,10 @@ def _serve(pipeline: beam.Pipeline) -> int:
     cancel.start()
     cancel.join(STOP_S)
     close_runtimes(STOP_S)
-    return 1 if failures else 0
+    if isinstance(runtime.failure, ValueError):  # a model, an environment or the user's code that cannot be used
+        print(f"{REFUSAL}{runtime.failure}", file=sys.stderr, flush=True)
+        return EXIT_CONFIGURATION
+    return 1 if failures or runtime.failure is not None else 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from trajectories.schema import Episode, Task, Version
 from trajectories.storage import Storage, open_storage
 from transforms import metrics
 from transforms.adapters import AdapterFollower
-from transforms.episodes import Runtime
 from transforms.heartbeats import Heartbeats, PolicyState
 from transforms.loop import EpisodeLoop
 from transforms.pending import Look
@@ -55,7 +54,7 @@ class ProcessRuntime:
 
     spec: RolloutSpec
 
-    def start(self) -> Runtime:
+    def start(self) -> RolloutRuntime:
         """The runtime, made at the first call. Returns at once: the model is loaded in the background."""
         with _LOCK:
             runtime = _RUNTIMES.get(self.spec.run_id)
@@ -130,6 +129,11 @@ class RolloutRuntime:
         if self._failure is not None:
             raise RuntimeStartError(f"this process cannot run episodes: {self._failure}") from self._failure
         return self._episodes.room()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why this process will never run an episode."""
+        return self._failure
 
     def submit(self, task: Task, sample: int) -> None:
         """See `transforms.episodes.Runtime`."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from environments.calculator import evaluate, show
+from pipelines.attempts import Attempt
 from pipelines.cli import main
 from policy.chat import load_chat, load_tiny_chat
 from tests.end_to_end.stack import audit, headrace, steps
@@ -137,6 +138,18 @@ def test_a_file_that_cannot_be_used_is_refused_by_a_dry_run(
     path.unlink() if content is None else path.write_bytes(content)
     assert main(["run", str(shop), "--dry-run"]) == 2
     assert re.search(says, capsys.readouterr().err)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_whose_workers_cannot_index_the_corpus_ends_and_says_why(shop: Path, tmp_path: Path) -> None:
+    shop.with_name("corpus.jsonl").write_text('{"text": "Tea"}\n[]\n[]\n')
+    with headrace(tmp_path / "run", "run", str(shop), *SHORT) as stack:
+        assert stack.process.wait(100) == 2
+    assert "the rollout job cannot use this run: search.corpus must hold documents, found 1" in stack.output
+    ended = Attempt(stack.attempt).ended
+    assert ended is not None
+    assert (ended.exit_status, Path(ended.log).name) == (2, "rollouts.log")
+    assert ended.why.endswith('line 2 of corpus.jsonl: ValueError: it must be an object with a string "text"')
 
 
 SERVED = (
