@@ -134,33 +134,34 @@ def decode(
     position at or beyond the cache's length writes nothing (rows that do not decode). `indices_S` counts the tokens
     that the row's request has drawn. Returns the cache and (token_ids, logprobs), each [steps, S]; with `limits`
     (policy.sampling.sample_kept) also the kept ids, [steps, S, max_kept].
+
+    The products read the cache as it was, and the row's own key and value beside it; those are written behind the draw.
+    Where one row's cache was written first, XLA copied it four times, and then read it.
     """
     offsets = _offsets(cache)
-    length, width = cache_length(cache), cache[0]["k"][0].shape[-1]
     K, G, d = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
-    column = jnp.arange(length)
+    column = jnp.arange(cache_length(cache))
 
     def step(i: Array, carry: tuple[Cache, Array, tuple[Array, ...]]) -> tuple[Cache, Array, tuple[Array, ...]]:
         cache, tokens_S, draws = carry
-        cache = [{name: list(layers) for name, layers in segment.items()} for segment in cache]
         positions = positions_S + i
+        fresh: list[tuple[Array, Array]] = []
 
         def attend(layer: int, q_S1Hd: Array, k_S1Kd: Array, v_S1Kd: Array) -> Array:
+            fresh.append((k_S1Kd[:, 0], v_S1Kd[:, 0]))
             outputs = []
             for (offset, size), segment in zip(offsets, cache, strict=True):
                 part = slice(offset, offset + size)
-                rows, at = jnp.arange(size), positions[part]
-                put: dict[str, Any] = {"mode": "drop", "unique_indices": True}
-                keys = segment["k"][layer].at[rows, :, at // width, :, at % width].set(k_S1Kd[part, 0], **put)
-                values = segment["v"][layer].at[rows, :, at].set(v_S1Kd[part, 0], **put)
-                if size == 1:
-                    # Or XLA makes the update twice, for the cache and for the product, and copies the row for each.
-                    keys, values = lax.optimization_barrier((keys, values))
-                segment["k"][layer], segment["v"][layer] = keys, values
-                scores = _scores(q_S1Hd[part, 0].reshape(size, K, G, d) * d**-0.5, keys)
-                seen = _seen(config, layer, column, at[:, None])
-                weights = attention_weights(scores, seen[:, None, None], config.attention_softcap)
-                outputs.append(jnp.einsum("nkgt,nktd->nkgd", weights, values))
+                keys, values = segment["k"][layer], segment["v"][layer]
+                q = q_S1Hd[part, 0].reshape(size, K, G, d) * d**-0.5
+                k, v = (fresh_S1Kd[part, 0, :, None].astype(keys.dtype) for fresh_S1Kd in (k_S1Kd, v_S1Kd))
+                at = positions[part, None]
+                own = (column == at)[:, None, None]
+                scores = jnp.where(own, (q * k).sum(-1, keepdims=True), _scores(q, keys))
+                seen = _seen(config, layer, column, at)[:, None, None]
+                weights = attention_weights(scores, seen, config.attention_softcap)
+                cached = jnp.einsum("nkgt,nktd->nkgd", jnp.where(own, 0.0, weights), values)
+                outputs.append(cached + jnp.where(own, weights, 0.0).sum(-1, keepdims=True) * v)
             # The cache is float32; what goes on is of the model's type, as in the learner.
             return jnp.concatenate(outputs).reshape(q_S1Hd.shape).astype(q_S1Hd.dtype)
 
@@ -178,6 +179,8 @@ def decode(
             drawn: tuple[Array, ...] = sample(logits, temperatures_S, noise)
         else:
             drawn = sample_kept(logits, temperatures_S, noise, limits, max_kept)
+        # A token is never negative, but that XLA cannot know: it must write when all has been read.
+        cache = _put(cache, fresh, positions + (drawn[0] >> 31))
         return cache, drawn[0], tuple(all_.at[i].set(one) for all_, one in zip(draws, drawn, strict=True))
 
     shape = (steps, len(tokens_S))
@@ -190,6 +193,31 @@ def decode(
     else:
         cache, _, draws = lax.fori_loop(0, steps, step, carry)
     return (cache, *draws)
+
+
+def _put(cache: Cache, fresh: Sequence[tuple[Array, Array]], positions_S: Array) -> Cache:
+    """The cache with each row's keys and values at its position; `fresh` holds (k_SKd, v_SKd) of every layer."""
+    length, width = cache_length(cache), cache[0]["k"][0].shape[-1]
+    written: Cache = [{name: [] for name in segment} for segment in cache]
+    for (offset, size), segment, new in zip(_offsets(cache), cache, written, strict=True):
+        part, rows = slice(offset, offset + size), jnp.arange(size)
+        at = positions_S[part]
+        for keys, values, (k_SKd, v_SKd) in zip(segment["k"], segment["v"], fresh, strict=True):
+            k, v = k_SKd[part].astype(keys.dtype), v_SKd[part].astype(values.dtype)
+            if size > 1:
+                drop: dict[str, Any] = {"mode": "drop", "unique_indices": True}
+                new["k"].append(keys.at[rows, :, at // width, :, at % width].set(k, **drop))
+                new["v"].append(values.at[rows, :, at].set(v, **drop))
+            else:
+                # One row's scatter would be an update of a slice that may be empty, and that copies the row. What is
+                # not to be written becomes zeros at the last position, which no sequence reaches: its token would have
+                # no successor to be fed for.
+                k, v = (jnp.where(at[0] < length, x[0], 0.0) for x in (k, v))
+                to = jnp.minimum(at[0], length - 1)
+                index = (0, 0, to // width, 0, to % width)
+                new["k"].append(lax.dynamic_update_slice(keys, k[None, :, None, :, None], index))
+                new["v"].append(lax.dynamic_update_slice(values, v[None, :, None], (0, 0, to, 0)))
+    return written
 
 
 def prefill(

@@ -134,11 +134,18 @@ def _sample(scaled_BV: Array, greedy_B: Array, uniforms_B2: Array) -> tuple[Arra
     """(token_ids_B, logprobs_B, mass_B): mass is that of the vocabulary in units of its most likely token."""
     B, V = scaled_BV.shape
     block = min(BLOCK, V)
-    # As the unembedding leaves them on a CPU, a row of the batch in each lane: nothing is turned, sums are vectors.
-    blocks_NbB = scaled_BV.T.reshape(-1, block, B)
-    peaks_NB = jax.lax.optimization_barrier(blocks_NbB.max(1))  # or XLA takes the peak from the turned vocabulary
-    peak_B = peaks_NB.max(0)
-    masses_BN = jnp.exp(blocks_NbB - peak_B).sum(1).T
+    if B == 1:
+        # In order, with the exponentials kept apart: a sum over them would have each made alone.
+        blocks_Nb = scaled_BV.reshape(-1, block)
+        blocks_NbB, peaks_NB = blocks_Nb[..., None], blocks_Nb.max(1, keepdims=True)
+        peak_B = peaks_NB.max(0)
+        masses_BN = jax.lax.optimization_barrier(jnp.exp(blocks_Nb - peak_B)).sum(1)[None]
+    else:
+        # As the unembedding leaves them on a CPU, a row of the batch in each lane: nothing is turned, sums are vectors.
+        blocks_NbB = scaled_BV.T.reshape(-1, block, B)
+        peaks_NB = jax.lax.optimization_barrier(blocks_NbB.max(1))  # or XLA takes the peak from the turned vocabulary
+        peak_B = peaks_NB.max(0)
+        masses_BN = jnp.exp(blocks_NbB - peak_B).sum(1).T
     mass_B = masses_BN.sum(-1)
 
     chosen_B = jnp.where(greedy_B, peaks_NB.argmax(0), _draw(masses_BN, uniforms_B2[:, 0]))

@@ -180,13 +180,14 @@ class SamplingSettings:
 
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(rows, chunk) of the compiled prefill calls: from many short extensions to one long prompt."""
+        """(rows, chunk) of the compiled prefill calls: one long prompt, one short extension, and from many short
+        extensions to a few longer ones."""
         rows, chunk = min(self.extend_rows, self.slots), min(self.extend_chunk, self.max_context)
-        shapes = [(1, min(self.prefill_chunk, self.max_context))]
-        while rows > 1 and (chunk < self.prefill_chunk or len(shapes) == 1):
+        shapes = [(1, min(self.prefill_chunk, self.max_context)), (1, chunk)]
+        while rows > 1 and (chunk < self.prefill_chunk or len(shapes) == 2):
             shapes.append((rows, chunk))
             rows, chunk = rows // 2, min(2 * chunk, self.max_context)
-        return tuple(shapes)
+        return tuple(dict.fromkeys(shapes))
 
     @property
     def segments(self) -> tuple[int, ...]:

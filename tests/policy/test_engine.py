@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import importlib.util
+import re
 import threading
 import time
 
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as compilation_cache_module
 
+from policy import cache as kv
 from policy.client import Completion, FinishReason, PolicyError, SamplingParams
 from policy.engine import Engine, common_prefix
 from policy.lora import LoraSettings, adapter_shapes, layer_adapter
 from policy.settings import SamplingSettings
-from policy.transformer import ModelConfig, attention, embed, final_norm, make_block, unembed
+from policy.transformer import ModelConfig, attention, embed, final_norm, fuse_layers, make_block, unembed
 from trajectories.schema import Version
 
 CONFIG = ModelConfig(
@@ -816,10 +818,35 @@ def test_settings_refuse_what_cannot_work():
 
 
 def test_prompts_are_computed_in_shapes_from_many_short_ones_to_one_long_one():
-    assert SamplingSettings().prefill_shapes == ((1, 64), (8, 16), (4, 32))
-    assert SamplingSettings(slots=1).prefill_shapes == ((1, 64),)
+    assert SamplingSettings().prefill_shapes == ((1, 64), (1, 16), (8, 16), (4, 32))
+    assert SamplingSettings(slots=1).prefill_shapes == ((1, 64), (1, 16))
     assert SamplingSettings(extend_rows=8, extend_chunk=64).prefill_shapes == ((1, 64), (8, 64))
-    assert SamplingSettings(extend_rows=4, max_context=24).prefill_shapes == ((1, 24), (4, 16), (2, 24))
+    assert SamplingSettings(extend_rows=4, max_context=24).prefill_shapes == ((1, 24), (1, 16), (4, 16), (2, 24))
+
+
+def drawing(rows, length, params):
+    """A compiled decode call, its cache and its arguments behind it; no row draws."""
+    cache = kv.new_cache(CONFIG, (rows,), length)
+    none = jnp.zeros(rows, jnp.int32)
+    draws = (none, none + length, jnp.zeros((rows, 2), jnp.int32), none, jnp.ones(rows))
+    decode = jax.jit(functools.partial(kv.decode, CONFIG, 1.0, 1), donate_argnums=2)
+    params = {**fuse_layers(params), "rotations": kv.rotations(CONFIG, length)}
+    return decode.lower(params, None, cache, *draws).compile(), cache, (params, draws)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drawing_copies_no_cache(rows):
+    function, cache, _ = drawing(rows, 96, make_params())
+    copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", function.as_text())
+    assert not {",".join(map(str, arrays[0].shape)) for arrays in cache[0].values()} & set(copied)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_that_does_not_draw_keeps_what_it_holds_even_where_the_weights_are_broken(rows):
+    broken = {**make_params(), "embed": np.full((300, 32), np.nan, np.float32)}
+    function, cache, (params, draws) = drawing(rows, 96, broken)
+    after, *_ = function(params, None, cache, *draws)
+    assert all(not np.asarray(array).any() for arrays in after[0].values() for array in arrays)
 
 
 def test_common_prefix():
