@@ -305,11 +305,18 @@ def _cut(action: Action, stop: Sequence[str]) -> Action:
     return dataclasses.replace(action, text=action.text[: min(places)]) if places else action
 
 
+_MOST_REWARD = 1e18
+"""Its square still fits float32, in which the learner computes variances."""
+
+
 def _check(result: StepResult) -> None:
     if not isinstance(result, StepResult):
         raise TypeError(f"step must return a StepResult, found a {type(result).__name__}")
-    if not all(map(math.isfinite, (result.reward, *result.reward_parts.values()))):
-        raise ValueError(f"rewards must be finite, found {result.reward} with parts {dict(result.reward_parts)}")
+    if not all(math.fabs(value) <= _MOST_REWARD for value in (result.reward, *result.reward_parts.values())):
+        raise ValueError(
+            f"rewards must be finite, and at most {_MOST_REWARD:g} in size, found {result.reward} with parts "
+            f"{dict(result.reward_parts)}"
+        )
 
 
 def _check_completion(completion: Completion, vocab_size: int) -> None:

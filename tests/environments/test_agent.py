@@ -130,6 +130,10 @@ async def _nan():
     return StepResult(reward=float("nan"))
 
 
+async def _vast():
+    return StepResult(reward=-1e300)
+
+
 async def _nothing():
     return None
 
@@ -149,6 +153,7 @@ async def _stranger():
         (_exits, Status.ENVIRONMENT_ERROR, "exit"),
         (_hangs, Status.TIMEOUT, r"step passed environment.step_timeout_s \(0.1 s\)"),
         (_nan, Status.ENVIRONMENT_ERROR, "rewards must be finite"),
+        (_vast, Status.ENVIRONMENT_ERROR, r"at most 1e\+18 in size, found -1e\+300"),
         (_nothing, Status.ENVIRONMENT_ERROR, "found a NoneType"),
         (_stranger, Status.ENVIRONMENT_ERROR, "'nobody'"),
     ],
