@@ -105,6 +105,8 @@ def read_jsonl(path: str | Path) -> list[tuple[str, Payload]]:
     """(place, object) for each line of a JSON Lines file that is not blank. Raises TaskFileError."""
     url = str(path)
     folder, _, name = url.rpartition("/")
+    if name in ("", ".", ".."):
+        raise TaskFileError(f"{url!r} names no file: name one of JSON Lines")
     try:
         data = open_storage(folder or ("/" if url.startswith("/") else ".")).read(name)
     except NotFound as error:
@@ -141,6 +143,8 @@ def _payload(line: str, place: str) -> Payload:
 
 def _check(payload: Payload, place: str) -> None:
     """Raises TaskFileError for what no message can carry: a worker would refuse it in the middle of a run."""
+    if not isinstance(payload, Mapping):
+        raise TaskFileError(f"{place}: a task must be an object, found a {type(payload).__name__}")
     try:
         size = len(json.dumps(payload, allow_nan=False, ensure_ascii=False).encode())
         for value in payload.values():

@@ -345,11 +345,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     from pipelines.check import check_adapter
     from pipelines.config import load_run
     from pipelines.report import evaluation_words, read_summary
+    from pipelines.settings import SettingsError
 
     only = ["learner.steps=0", "evaluation.before=true", "evaluation.after=false"]
     only += [] if args.samples is None else [f"evaluation.samples={args.samples}"]
     # The resolved file of another run names its storage, lease and checkpoints: no business of an evaluation.
     run = dataclasses.replace(load_run(args.file, [*_overrides(args), *only]), storage="")
+    if not run.evaluation.questions:
+        raise SettingsError("evaluation.questions is 0: set it to how many held-out questions are to be asked")
     if args.dry_run:
         return _dry_run(run, args.adapter)
     if args.adapter is not None:

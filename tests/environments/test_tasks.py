@@ -109,3 +109,11 @@ def test_a_list_is_split_as_a_file_is(tmp_path):
         task_list([])
     with pytest.raises(ValueError, match="held_out must be a share"):
         task_list(ROWS, held_out=1.0)
+
+
+def test_what_is_no_file_and_what_is_no_task_is_said():
+    for path in ("", ".", "some/folder/"):
+        with pytest.raises(TaskFileError, match="names no file"):
+            task_file(path)
+    with pytest.raises(TaskFileError, match="task 2: a task must be an object, found a str"):
+        task_list([{"question": "1+1"}, "2+2"])
