@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from environments.environment import Environment, EnvironmentSettings, Message, StepResult
-from environments.tools import LimitPassed, bounded_text, describe, passes, within
+from environments.tools import LimitPassed, bounded_text, describe, passes, raised_at, within
 from policy.chat import Action, ChatFormat
 from policy.client import Completion, FinishReason, SamplingClient, SamplingParams
 from trajectories.schema import Episode, Status, Task, Timings, Turn, VersionSpan, stream_seed
@@ -285,7 +285,7 @@ class _blaming:
         if error is None or isinstance(error, LimitPassed | EpisodeFailed):
             return
         if isinstance(error, Exception) or not passes(error):
-            text, _ = bounded_text(f"{self._what}: {describe(error)}", 2000)
+            text, _ = bounded_text(f"{self._what}: {describe(error)}{raised_at(error)}", 2000)
             raise EpisodeFailed(self._status, text) from error
 
 

@@ -13,15 +13,21 @@ import functools
 import inspect
 import itertools
 import json
+import logging
+import sysconfig
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
 
 from environments.environment import Action, Message, StepResult, ToolCall
 from environments.signatures import coerced, hints_of, mismatch, signature_of
 from trajectories.schema import stream_seed
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -171,6 +177,29 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except BaseException:
         return type(error).__name__
+
+
+def raised_at(error: BaseException) -> str:
+    """Where the user's code raised it, such as ` (my_task.py, line 12)`; empty if none of it took part."""
+    walked = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    foreign = [(file, line) for file, line in walked if not Path(file).is_relative_to(_OURS)]
+    own = [(file, line) for file, line in foreign if not file.startswith(_STANDARD) and "site-packages" not in file]
+    return "".join(f" ({Path(file).name}, line {line})" for file, line in (own or foreign)[-1:])
+
+
+_OURS = Path(__file__).resolve().parent
+_STANDARD = sysconfig.get_path("stdlib")
+
+_logged: set[tuple[str, str, str]] = set()
+_MOST_LOGGED = 100
+
+
+def _log_once(tool: str, error: Exception) -> None:
+    """The traceback of what a tool raised, once for each place: the policy reads only its words."""
+    key = (tool, type(error).__name__, raised_at(error))
+    if key not in _logged and len(_logged) < _MOST_LOGGED:
+        _logged.add(key)
+        log.warning("tool %s raised %s%s; more from there are not logged", *key, exc_info=error)
 
 
 def bounded_text(value: object, limit: int) -> tuple[str, Mapping[str, float]]:
@@ -340,6 +369,7 @@ class Tool:
         except Exception as error:
             text, counts = bounded_text(f"error: {describe(error)}", self.max_output)
             counts = {**counts, "tool_errors": 1}
+            _log_once(self.name, error)
         return ToolResult(text, {"tool_calls": 1, **mended, **counts})
 
 

@@ -165,6 +165,8 @@ def verifiable(
     `reward` and `tools` are `module:name` of functions, `reward` also of a `Rewards`. The rest is as in `task_file` and
     `Verifiable`.
     """
+    if isinstance(tools, str):
+        raise ValueError(f'environment.options.tools must be a list, such as ["{tools}"], found a text')
     function = find_named(reward, f"environment.options.reward {reward!r}")
     # An object, such as Rewards, lies in the module that the name says, and not in that of its class.
     module = sys.modules.get(reward.partition(":")[0]) or function

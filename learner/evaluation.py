@@ -39,7 +39,7 @@ class Rate:
         return self.successes / self.answered if self.answered else None
 
     def __str__(self) -> str:
-        text = "nothing asked"
+        text = "nothing answered" if self.unanswered else "nothing asked"
         if self.value is not None:
             text = f"{self.value:.3f} ({self.successes}/{self.answered})"
         counts = {"truncated": self.truncated, "unanswered": self.unanswered}

@@ -45,7 +45,7 @@ from learner.metrics import (
 from learner.results import Results
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
 from learner.subscriber import PAYLOAD_BYTES, Arrival, Outbox, PublishFailed
-from learner.summary import Facts, advice, books, evaluation_progress, missing, sizing, summarise
+from learner.summary import Facts, advice, books, evaluation_progress, missing, no_step, scarcity, sizing, summarise
 from trajectories.failures import FailurePolicy
 from trajectories.schema import DeadLetter, End, Episode, Heartbeat, Outcome, Pack, Task, Verdict, Version
 
@@ -58,6 +58,8 @@ STEPS_AHEAD = 2
 """Steps that the device has: the one that runs and the one behind it."""
 PROGRESS_LINE_S = 10.0
 ADVICE_S = 60.0
+NO_STEP_S = 20.0
+"""After which the learner says why it has made no step, though groups end; again after twice the time."""
 HUNG = ("abandoned", "hung_threads")
 """Of environments that did not stop when their time was up, as workers count them."""
 EVAL_IDS = 10_000_000
@@ -181,6 +183,9 @@ class Loop:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._group_seconds: deque[float] = deque(maxlen=1000)
         self._since_step: list[GroupStatistics] = []
+        self._failed_since_step, self._no_step_s = 0, NO_STEP_S
+        self._newest_letter = self._newest_failure = ""
+        """Of the dead letters since the last step, and of the evaluation's questions."""
         self._ends: Counter[str] = Counter()
         self._stalls_then: dict[str, float] = {}
 
@@ -201,7 +206,7 @@ class Loop:
         self._progress_at = self._now
         self._heard_at: float | None = None
         self._finished: dict[str, int] = {}
-        self._line_at = self._advice_at = self._now
+        self._line_at = self._advice_at = self._quiet_since = self._now
         self._deadline = float("inf")
 
     # The run
@@ -293,7 +298,7 @@ class Loop:
     def _start_training(self) -> None:
         self._phase = Phase.TRAINING
         self._startup_s = self._now - self._began_at
-        self._training_since = self._now
+        self._training_since = self._quiet_since = self._now
         self._progress_at = self._now
         self._feeder.watch_anew(self._now)
         if len(self._buffer):
@@ -317,6 +322,7 @@ class Loop:
         else:
             cause = Stall.NO_ROWS
         self._stalls.cause(cause, self._now)
+        self._tell_of_no_step()
         self._advise()
 
     def _reason_to_end(self) -> Ending | None:
@@ -447,7 +453,7 @@ class Loop:
             case PublishFailed(content=content, error=error):
                 logger.warning("a dead letter could not be published: %s (%s)", content, error)
             case Interrupt():
-                self._p.say("stopping: saving what has trained")
+                self._p.say("stopping: saving what has trained" if self._settings.steps else "stopping")
                 self._end(Ending.INTERRUPTED)
             case _:
                 raise TypeError(f"unknown event {event!r}")
@@ -494,7 +500,9 @@ class Loop:
             self._since_step.append(statistics)
             self._tally.recent.append((statistics.success, True))
             self._feeder.ended(verdict.group_id, statistics.success)
-        elif self._p.failures.ends_run and self._phase in (Phase.PREPARING, Phase.TRAINING):
+            return
+        self._failed_since_step += 1
+        if self._p.failures.ends_run and self._phase in (Phase.PREPARING, Phase.TRAINING):
             why = f"failures.policy is fail_fast, and group {verdict.group_id} failed: {verdict.reason}"
             self._p.say(f"stopping: {why}")
             self._end(Ending.FAILED_FAST, why)
@@ -515,6 +523,8 @@ class Loop:
         if self._p.results is not None:
             self._p.results.append(result)
         self._progress_at = self._now
+        if result.status.failed:
+            self._newest_failure = f"{result.status}: {result.error}"
         if evaluation.answered <= EVAL_SAMPLES:
             during = evaluation.version == self._tally.evaluating
             phase = "during" if during else "before" if self._phase is Phase.PREPARING else "after"
@@ -522,6 +532,7 @@ class Loop:
 
     def _on_dead_letter(self, letter: DeadLetter) -> None:
         self._tally.dead_letters[f"{letter.stage}: {letter.reason}"] += 1
+        self._newest_letter = f"{letter.reason}: {letter.detail}"
         self._p.dead_letters.append(
             {
                 "stage": letter.stage,
@@ -570,6 +581,8 @@ class Loop:
         self._p.publisher.offer(self._version, done.adapter, done.ended_at, certain=evaluated)
         self._stalls.busy(done.began, done.ended)
         self._step_seconds.append(done.ended - done.began)
+        self._failed_since_step, self._newest_letter = 0, ""
+        self._quiet_since, self._no_step_s = self._now, NO_STEP_S
         record = self._record(done)
         self._step_ended = done.ended
         self._p.metrics.append(record)
@@ -640,12 +653,32 @@ class Loop:
         running = 0.0 if self._training_since is None else self._now - self._training_since
         return self._earlier_train_s + running
 
+    def _tell_of_no_step(self) -> None:
+        ended = len(self._since_step) + self._failed_since_step
+        quiet_s = self._now - self._quiet_since
+        if quiet_s < self._no_step_s or self._in_device or ended < 2 * self._settings.groups_per_step:
+            return
+        self._no_step_s = 2 * quiet_s
+        self._p.say(
+            no_step(
+                self._since_step,
+                self._failed_since_step,
+                waiting=len(self._buffer),
+                needed=self._settings.groups_per_step,
+                seconds=quiet_s,
+                newest_letter=self._newest_letter,
+            )
+        )
+
     def _advise(self) -> None:
         if self._now - self._advice_at < ADVICE_S or self._stalls.wall_s == 0:
             return
         self._advice_at = self._now
         waiting = self._stalls.stalls.get(Stall.NO_ROWS, 0.0) + self._stalls.stalls.get(Stall.STRAGGLER, 0.0)
-        text = advice(self._settings, percentile(self._group_seconds, 0.99), mean(self._step_seconds))
+        if scarce := scarcity([filtered for _, filtered in self._tally.recent]):
+            text: str | None = scarce
+        else:
+            text = advice(self._settings, percentile(self._group_seconds, 0.99), mean(self._step_seconds))
         if text is not None and waiting > 0.1 * self._stalls.wall_s:
             self._p.say(f"waiting for rows {waiting / self._stalls.wall_s:.0%} of the time: {text}")
 
@@ -780,6 +813,8 @@ class Loop:
         during = evaluation.version == self._tally.evaluating
         of = f" of step {report.step}" if during else ""
         self._p.say(f"held-out success{of}: sampled {report.sampled}; greedy {report.greedy}; {report.seconds:.0f} s")
+        if report.sampled.unanswered + report.greedy.unanswered and self._newest_failure:
+            self._p.say(f"the newest failure of a question: {self._newest_failure}")
         self._tally.evaluations.append(report)
         if during:
             self._tally.evaluating = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from learner.evaluation import EvaluationReport, best_first
 from learner.ledger import Ledger
-from learner.metrics import AdapterLag, Tally, percentile
+from learner.metrics import AdapterLag, GroupStatistics, Tally, percentile
 from learner.settings import LearnerSettings
 from trajectories.schema import End, Heartbeat
 
@@ -143,6 +143,43 @@ def advice(settings: LearnerSettings, group_p99_s: float | None, step_s: float |
         f"max_staleness {needed} (now {settings.max_staleness}); if that is too stale, steps of "
         f"{factor * settings.groups_per_step} groups (now {settings.groups_per_step})"
     )
+
+
+SCARCE = 0.75
+"""Share of groups without a gradient above which more groups at once help less than other prompts or rewards."""
+NEWEST = 64
+_MORE_ROWS = (
+    "what tells a group's members apart gives more rows: prompts neither too easy nor too hard, rewards in parts, a "
+    "larger learner.group_size"
+)
+
+
+def scarcity(filtered: Sequence[bool]) -> str | None:
+    """What to do about groups without a gradient, if they are why rows are rare; `filtered` tells the newest last."""
+    newest = filtered[-NEWEST:]
+    if not newest or sum(newest) <= SCARCE * len(newest):
+        return None
+    return f"{sum(newest)} of the newest {len(newest)} groups had no gradient; {_MORE_ROWS}"
+
+
+def no_step(
+    ended: Sequence[GroupStatistics], failed: int, *, waiting: int, needed: int, seconds: float, newest_letter: str
+) -> str:
+    """Why no step came for a while, though groups end: `ended` had no gradient and `failed` have failed since the last
+    one; `waiting` closings are here and a step takes `needed`."""
+    parts = []
+    if ended:
+        reward, success = (sum(getattr(one, name) for one in ended) / len(ended) for name in ("reward", "success"))
+        parts.append(
+            f"{len(ended)} groups ended without a gradient (each one's members got the same reward: mean {reward:.3f}, "
+            f"success {success:.3f})"
+        )
+    if failed:
+        parts.append(f"{failed} groups failed")
+    text = f"no step for {seconds:.0f} s: {' and '.join(parts)}, {waiting} of {needed} that can train are here"
+    if ended and not failed:
+        text += f"; {_MORE_ROWS}"
+    return text + (f"; the newest dead letter: {newest_letter}" if newest_letter else "")
 
 
 def missing(

@@ -110,7 +110,9 @@ def summary_words(summary: Mapping[str, Any]) -> str:
     ]
     letters = sum(summary["dead_letters"].values())
     if letters:
-        lines.append(f"dead letters       {letters}, in dead_letters.jsonl")
+        most = sorted(summary["dead_letters"].items(), key=lambda item: -item[1])[:3]
+        what = ", ".join(f"{count} {reason}" for reason, count in most)
+        lines.append(f"dead letters       {letters}, in dead_letters.jsonl; most: {what}")
     return "\n".join(lines)
 
 
@@ -208,9 +210,11 @@ def _dialogue(sample: Mapping[str, Any], chat: ChatFormat) -> str:
     tokens, prompt_length = sample["tokens"], sample["prompt_length"]
     question = chat.decode(tokens[:prompt_length])[-PROMPT_CHARACTERS:]
     verdict = "solved" if sample["success"] else "not solved"
+    parts = sample["reward_parts"]
+    shares = f" ({', '.join(f'{name} {part:g}' for name, part in parts.items())})" if len(parts) > 1 else ""
     counts = "".join(f", {name} {count:g}" for name, count in sample.get("counts", {}).items())
     title = f"[{sample['phase']}, step {sample['step']}, {sample['episode']}: {verdict}, reward {sample['reward']:g}"
-    return f"{title}{counts}]\n...{question}{chat.decode(tokens[prompt_length:])}\n"
+    return f"{title}{shares}{counts}]\n...{question}{chat.decode(tokens[prompt_length:])}\n"
 
 
 def _arrow(before: float | None, after: float | None) -> str:

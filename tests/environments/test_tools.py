@@ -102,6 +102,19 @@ def test_a_tool_that_raises_is_an_observation(function):
     assert result.counts == {"tool_calls": 1, "tool_errors": 1}
 
 
+def test_what_a_tool_raises_is_logged_once_with_its_line(caplog):
+    def lookup(key: str) -> str:
+        """Looks up."""
+        raise KeyError(key)
+
+    for key in ("a", "b"):
+        run(Tool.of(lookup), key=key)
+    (record,) = caplog.records
+    line = lookup.__code__.co_firstlineno + 2
+    assert f"tool lookup raised KeyError (test_tools.py, line {line})" in record.getMessage()
+    assert "raise KeyError(key)" in caplog.text
+
+
 def test_what_a_tool_refuses_is_told_to_the_policy_and_is_no_fault():
     def tool():
         raise ToolError("ask for something else")

@@ -121,6 +121,7 @@ def test_a_run_file_alone_describes_one(tmp_path, monkeypatch):
     for change, says in [
         ({"reward": "my_rewards:wrong"}, "no such name in my_rewards; near it: right"),
         ({"tasks": "sum.jsonl"}, r"no such file; its folder holds sums\.jsonl"),
+        ({"tools": "my_rewards:right"}, r'tools must be a list, such as \["my_rewards:right"\], found a text'),
         ({"prompt": "{question}"}, r"sums\.jsonl, line .: it lacks 'question'; it has q"),
     ]:
         with pytest.raises(ValueError, match=says):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from learner.ledger import Ledger
 from learner.metrics import (
     WAITED_FOR,
     AdapterLag,
+    GroupStatistics,
     Journal,
     Stall,
     StallClock,
@@ -21,7 +23,7 @@ from learner.metrics import (
     time_bucket,
 )
 from learner.settings import CheckpointSettings, EvaluationSettings, LearnerSettings
-from learner.summary import Facts, advice, books, evaluation_progress, missing, summarise
+from learner.summary import Facts, advice, books, evaluation_progress, missing, no_step, scarcity, summarise
 from trajectories.schema import Heartbeat, Version
 
 
@@ -119,6 +121,26 @@ def test_advice_follows_little_s_law() -> None:
     assert text is not None
     assert "max_staleness 12 (now 2)" in text
     assert "24 groups (now 4)" in text
+
+
+def test_groups_without_a_gradient_are_why_rows_are_rare() -> None:
+    assert scarcity([]) is None
+    assert scarcity([True, False] * 100) is None
+    text = scarcity([False] * 100 + [True] * 64)
+    assert text is not None
+    assert "64 of the newest 64 groups had no gradient" in text
+
+
+def test_a_run_without_steps_says_what_became_of_its_groups() -> None:
+    alike = GroupStatistics(success=0.0, reward=0.25, duration_s=1.0, members=8, ends={}, filtered=True)
+    state: dict[str, Any] = {"waiting": 3, "needed": 6, "seconds": 20.4}
+    text = no_step([alike] * 40, 0, newest_letter="", **state)
+    assert text.startswith("no step for 20 s: 40 groups ended without a gradient")
+    assert "mean 0.250, success 0.000" in text
+    assert "3 of 6 that can train are here" in text
+    text = no_step([], 12, newest_letter="environment_error: 7.0/1: no such key (mine.py, line 3)", **state)
+    assert "12 groups failed" in text
+    assert text.endswith("the newest dead letter: environment_error: 7.0/1: no such key (mine.py, line 3)")
 
 
 def test_what_is_missing_is_named() -> None:
