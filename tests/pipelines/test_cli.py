@@ -126,6 +126,8 @@ def test_an_evaluation_of_no_adapter_is_refused_at_once_with_those_that_exist(tm
         assert "holds 9.1, 10.1" in printed
     assert main([*evaluate, str(adapters / "10.1"), "--set", "lora.rank=4"]) == 2
     assert "has rank 8" in capsys.readouterr().err
+    assert main([*evaluate[:-1], "--set", "evaluation.questions=0"]) == 2
+    assert "evaluation.questions is 0: set it to how many" in capsys.readouterr().err
     assert not (tmp_path / "eval").exists()
     assert main([*evaluate, str(adapters / "10.1"), "--dry-run"]) == 0
 
