@@ -10,11 +10,14 @@ import ast
 import asyncio
 import functools
 import hashlib
+import itertools
 import json
+import math
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,27 +42,57 @@ def held_out(question: str) -> bool:
     return hashlib.blake2b(question.encode(), digest_size=2).digest() < b"\x1a\x00"
 
 
+_HELD_OUT = 0x1A00 / 0x10000
+"""The share that `held_out` is true for."""
+_DRAWN = 0.9
+"""Share of the held-out questions up to which they are drawn: the last ones would take ever more draws."""
+_FEW = 50_000
+"""Questions that are counted to say how many are held out."""
+
+
 @dataclass(frozen=True)
 class Questions:
     """A TaskSource over a generator of questions, split by `held_out`."""
 
     draw: Callable[[random.Random], Question]
     seed: int
+    number: Callable[[], int]
+    """How many questions `draw` may yield, or at least yields where they are more than anybody asks for."""
+    every: Callable[[], Iterator[Question]]
+    """Each of them once, in any order that stays."""
 
     def task(self, group_id: int) -> Question:
         return draw_training(self.draw, random.Random(stream_seed(self.seed, "task", group_id)))
 
     def eval_tasks(self, count: int) -> list[Question]:
         """The same for every seed, so that runs can be compared."""
+        number = self.number()
+        expected = _HELD_OUT * number
+        if count > expected + 8 * math.sqrt(expected):  # eight standard deviations: there are not so many
+            there_are = f"{sum(1 for _ in self._rest({}))}" if number <= _FEW else f"about {round(expected, -3):.0f}"
+            raise _too_few(there_are, count)
         rng, found = random.Random(stream_seed("held out")), dict[str, Question]()
-        misses = 0
-        while len(found) < count:
+        while len(found) < min(count, _DRAWN * expected):
             question = self.draw(rng)
-            if held_out(question["question"]) and question["question"] not in found:
-                found[question["question"]], misses = question, 0
-            elif (misses := misses + 1) == 10_000:
-                raise ValueError(f"there are only about {len(found)} held-out questions, asked for {count}")
+            if held_out(question["question"]):
+                found.setdefault(question["question"], question)
+        if len(found) < count:
+            rest = itertools.islice(self._rest(found), count - len(found))
+            found |= {question["question"]: question for question in rest}
+        if len(found) < count:
+            raise _too_few(str(len(found)), count)
         return list(found.values())
+
+    def _rest(self, found: Mapping[str, Question]) -> Iterator[Question]:
+        """Held-out questions that are not among those `found`."""
+        return (one for one in self.every() if held_out(one["question"]) and one["question"] not in found)
+
+
+def _too_few(there_are: str, count: int) -> ValueError:
+    return ValueError(
+        f"there are {there_are} held-out questions, asked for {count}: lower evaluation.questions or make the "
+        "environment's questions more various"
+    )
 
 
 def draw_training(draw: Callable[[random.Random], Question], rng: random.Random) -> Question:
@@ -123,7 +156,26 @@ def draw_word_question(rng: random.Random) -> Question:
     a, b, sign = rng.randint(12, 98), rng.randint(12, 98), rng.choice("+-*")
     if sign == "-" and a < b:
         a, b = b, a
+    return _word_question(name, item, a, sign, b)
+
+
+def _word_question(name: str, item: str, a: int, sign: str, b: int) -> Question:
     return {"question": _WORDING[sign].format(name=name, item=item, a=a, b=b), "answer": _apply(a, sign, b)}
+
+
+def _word_numbers() -> Iterator[tuple[int, str, int]]:
+    span = range(12, 99)
+    return ((a, sign, b) for a in span for b in span for sign in "+-*" if sign != "-" or a >= b)
+
+
+def _count_word_questions() -> int:
+    return len(_NAMES) * len(_ITEMS) * sum(1 for _ in _word_numbers())
+
+
+def _every_word_question() -> Iterator[Question]:
+    for a, sign, b in _word_numbers():
+        for name, item in itertools.product(_NAMES, _ITEMS):
+            yield _word_question(name, item, a, sign, b)
 
 
 def word_prompt(payload: Question) -> list[Message]:
@@ -253,7 +305,7 @@ class WordCalculator:
 
     @property
     def tasks(self) -> Questions:
-        return Questions(draw_word_question, self.seed)
+        return Questions(draw_word_question, self.seed, _count_word_questions, _every_word_question)
 
     def make(self) -> WordCalculatorEnvironment:
         return WordCalculatorEnvironment(self.latency_s)
@@ -279,6 +331,40 @@ def draw_expression(rng: random.Random, operations: int) -> Question:
                 break
         if value >= 0:
             return {"question": text, "answer": value}
+
+
+_PLENTY = 10**9
+"""Expressions that need not be counted further."""
+
+
+@functools.cache
+def _count_expressions(operations: int) -> int:
+    """Of at most so many operations; no fewer than `_PLENTY` are not counted to the end."""
+    total, values = 0, Counter(range(11, 100))
+    for index in range(operations):
+        after: Counter[int] = Counter()
+        for value, number in values.items():
+            for sign, y in itertools.product("+-*" if index == 0 else "+-", range(11, 100)):
+                after[_apply(value, sign, y)] += number
+        values = Counter({value: number for value, number in after.items() if value >= 0})
+        total += values.total()
+        if total >= _PLENTY:
+            break
+    return total
+
+
+def _every_expression(operations: int) -> Iterator[Question]:
+    def longer(text: str, value: int, index: int, count: int) -> Iterator[Question]:
+        if index == count:
+            yield {"question": text, "answer": value}
+            return
+        for sign, y in itertools.product("+-*" if index == 0 else "+-", range(11, 100)):
+            if (after := _apply(value, sign, y)) >= 0:
+                yield from longer(f"{text}{sign}{y}", after, index + 1, count)
+
+    for count in range(1, operations + 1):
+        for first in range(11, 100):
+            yield from longer(str(first), first, 0, count)
 
 
 def calculate(expression: str) -> str:
@@ -320,7 +406,12 @@ class Calculator:
 
     @property
     def tasks(self) -> Questions:
-        return Questions(functools.partial(draw_expression, operations=self.operations), self.seed)
+        return Questions(
+            functools.partial(draw_expression, operations=self.operations),
+            self.seed,
+            functools.partial(_count_expressions, self.operations),
+            functools.partial(_every_expression, self.operations),
+        )
 
     def make(self) -> ToolEnvironment:
         slowly = functools.partial(_calculate_slowly, latency_s=self.latency_s)

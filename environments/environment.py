@@ -188,8 +188,7 @@ def load_environment(settings: EnvironmentSettings, seed: int) -> EnvironmentSpe
     try:
         spec = found(**options)
     except Exception as error:
-        shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ValueError(f"{where}: {name.partition(':')[2]}({shown}) failed: {_raised(error)}") from error
+        raise ValueError(f"{where}: {_refused(error)}") from error
     if not isinstance(spec, EnvironmentSpec):
         raise ValueError(f"{where}: it must return an object with `make` and `tasks`, found a {type(spec).__name__}")
     return spec
@@ -231,8 +230,10 @@ def _installed(name: str, where: str) -> str:
         raise ValueError(f"{where}: several packages have installed it: name one of {' and '.join(values)}")
     if not values:
         names = sorted({point.name for point in points})
-        have = f"{_near(name, names)}; installed are {', '.join(names)}" if names else "; none is installed"
-        raise ValueError(f"{where}: no package has installed it{have}. Else write module:Name")
+        near = difflib.get_close_matches(name, names, n=3)
+        meant = f"; is it {' or '.join(near)}?" if near else ""
+        have = f"; installed are {', '.join(names)}" if names else "; none is installed"
+        raise ValueError(f"{where}: no package has installed it{meant}{have}. Else write module:Name")
     return values[0]
 
 
@@ -240,6 +241,16 @@ def _raised(error: Exception) -> str:
     """What code that is not ours has raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+
+
+def _refused(error: Exception) -> str:
+    """Why the environment was not made. What an environment of ours says of its options needs no line of code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = all(Path(frame.filename).is_relative_to(_OURS) or frame.filename == "<string>" for frame in frames)
+    return str(error) if ours and isinstance(error, ValueError) else _raised(error)
+
+
+_OURS = Path(__file__).parent
 
 
 def _near(name: str, names: Sequence[str]) -> str:

@@ -47,7 +47,8 @@ class Signature:
 def signature_of(function: Callable[..., Any], *, given: tuple[type, ...] = ()) -> Signature:
     """The function's signature without parameters of the types `given`, which the policy does not choose.
 
-    Raises TypeError for a parameter that JSON cannot carry, and for a docstring that describes one that is not there.
+    Raises TypeError for a parameter that JSON cannot carry or that has no annotation, and for a docstring that
+    describes one that is not there.
     """
     name = getattr(function, "__name__", type(function).__name__)
     kinds = hints_of(function)
@@ -62,6 +63,12 @@ def signature_of(function: Callable[..., Any], *, given: tuple[type, ...] = ()) 
         where = f"tool {name}: parameter {parameter.name}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise TypeError(f"{where} must be given by name")
+        if parameter.name not in kinds:
+            example = type(parameter.default) if type(parameter.default) in (int, float, bool) else str
+            raise TypeError(
+                f"{where} has no annotation: say what it holds, for example `{parameter.name}: {example.__name__}`; "
+                f"there are {_ANNOTATIONS}"
+            )
         schema = schema_of(kind, where)
         if parameter.name in told:
             schema = {**schema, "description": told.pop(parameter.name)}
@@ -144,10 +151,10 @@ def _schema(kind: Any, where: str, inside: tuple[type, ...]) -> dict[str, Any]:
         fields, required = _fields(kind)
         properties = {name: _schema(one, f"{where}.{name}", (*inside, kind)) for name, one in fields.items()}
         return {"type": "object", "properties": properties, "required": required}
-    raise TypeError(
-        f"{where} must be annotated str, int, float, bool, list, dict, Literal, an Enum, a dataclass, a TypedDict or a "
-        f"union of these, found {kind}"
-    )
+    raise TypeError(f"{where} must be annotated {_ANNOTATIONS}, found {kind}")
+
+
+_ANNOTATIONS = "str, int, float, bool, list, dict, Literal, an Enum, a dataclass, a TypedDict or a union of these"
 
 
 def _enumeration(values: Sequence[Any]) -> dict[str, Any]:

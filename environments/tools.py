@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 import logging
+import math
 import sysconfig
 import threading
 import traceback
@@ -297,6 +298,15 @@ class Tool:
     _numbers: Iterator[int] | None = field(default=None, repr=False, compare=False)
     """Numbers the calls of the episode that this is the tool of."""
 
+    def __post_init__(self) -> None:
+        seconds = self.timeout_s
+        if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+            raise ValueError(
+                f"tool {self.name}: timeout_s must be more than 0 seconds and not without end, found {seconds!r}"
+            )
+        if self.max_output < 1:
+            raise ValueError(f"tool {self.name}: max_output must be at least 1 character, found {self.max_output!r}")
+
     def for_episode(self) -> Tool:
         """The tool as one episode has it: it counts that episode's calls."""
         return dataclasses.replace(self, _numbers=itertools.count(1)) if self.max_calls is not None else self
@@ -312,7 +322,8 @@ class Tool:
         cls, function: Callable[..., Any] | Tool, *, timeout_s: float = 30.0, max_output: int = 4096, name: str = ""
     ) -> Tool:
         """The tool that a typed function describes: its name, docstring (with Google's `Args:`) and annotations; a tool
-        is itself. Raises TypeError for a parameter that JSON cannot carry, and for a function without a name."""
+        is itself. Raises TypeError for a parameter that JSON cannot carry or that has no annotation, and for a function
+        without a name; ValueError for limits that let no call through."""
         if isinstance(function, Tool):
             return function
         name = name or getattr(function, "__name__", "")

@@ -99,8 +99,8 @@ def summary_words(summary: Mapping[str, Any]) -> str:
     if summary["learner_busy"] is not None:
         busy = f"{100 * summary['learner_busy']:.0f} % of the time since its first row"
     lines = [
-        f"held-out success   sampled  {_arrow(summary['success_before'], summary['success_after'])}",
-        f"                   greedy   {_arrow(summary['greedy_before'], summary['greedy_after'])}",
+        f"held-out success   sampled  {_before_after(summary, 'sampled')}",
+        f"                   greedy   {_before_after(summary, 'greedy')}",
         *_best(summary),
         f"training           {_seconds(summary['train_s'])}, evaluation {_seconds(summary['eval_s'])} apart; "
         f"{summary['episodes_per_s']:.2f} episodes/s, {summary['tokens_per_s']:.0f} tokens/s",
@@ -217,12 +217,18 @@ def _dialogue(sample: Mapping[str, Any], chat: ChatFormat) -> str:
     return f"{title}{shares}{counts}]\n...{question}{chat.decode(tokens[prompt_length:])}\n"
 
 
-def _arrow(before: float | None, after: float | None) -> str:
-    return f"{_fraction(before)} -> {_fraction(after)}"
+def _before_after(summary: Mapping[str, Any], name: str) -> str:
+    return " -> ".join(_fraction(summary[f"evaluation_{when}"], name) for when in ("before", "after"))
 
 
-def _fraction(value: float | None) -> str:
-    return "not evaluated" if value is None else f"{value:.3f}"
+def _fraction(evaluation: Mapping[str, Any] | None, name: str) -> str:
+    """Of the answered questions; what was asked and not answered is told from what was not asked."""
+    if evaluation is None:
+        return "not evaluated"
+    successes, answered, unanswered, *_ = evaluation[name]
+    if answered:
+        return f"{successes / answered:.3f}"
+    return f"none of {unanswered} questions answered" if unanswered else "not asked"
 
 
 def _seconds(value: float) -> str:

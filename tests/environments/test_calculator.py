@@ -35,9 +35,28 @@ def test_no_training_question_of_any_seed_is_held_out(spec, count):
     assert json.loads(json.dumps(spec.tasks.task(7))) == spec.tasks.task(7)
 
 
-def test_asking_for_more_held_out_questions_than_exist_says_so():
-    with pytest.raises(ValueError, match="held-out questions, asked for 100000"):
-        Calculator(operations=1).tasks.eval_tasks(100_000)
+@pytest.mark.parametrize(
+    ("spec", "count", "there_are"),
+    [
+        (Calculator(operations=1), 1952, "1951"),
+        (Calculator(operations=1), 100_000, "1951"),
+        (Calculator(), 900_000, "about 325000"),
+        (WordCalculator(), 10**9, "about 247000"),
+    ],
+)
+def test_asking_for_more_held_out_questions_than_exist_says_how_many_there_are(spec, count, there_are):
+    with pytest.raises(ValueError, match=f"there are {there_are} held-out questions, asked for {count}"):
+        spec.tasks.eval_tasks(count)
+
+
+def test_every_held_out_question_may_be_asked_and_the_first_stay_the_first():
+    tasks = Calculator(operations=1).tasks
+    questions = [task["question"] for task in tasks.eval_tasks(1951)]
+    assert len(set(questions)) == 1951
+    assert all(map(held_out, questions))
+    assert [task["question"] for task in tasks.eval_tasks(1900)] == questions[:1900]
+    # A figure of another day is only comparable if it was measured on the same.
+    assert questions[:3] == ["26*37", "92+53", "47+53"]
 
 
 @pytest.mark.parametrize(

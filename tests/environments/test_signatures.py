@@ -217,3 +217,26 @@ def test_schemas_of_other_peoples_tools_may_name_several_types():
     assert mismatch({"n": None}, schema) == mismatch({"n": 3}, schema) == ""
     assert "integer" in mismatch({"n": "x"}, schema)
     assert coerced({"n": "4"}, schema) == {"n": 4}
+
+
+def test_a_parameter_without_annotation_is_named_with_what_to_write():
+    def price(item, days=3):
+        return ""
+
+    says = (
+        r"tool price: parameter item has no annotation: say what it holds, for example `item: str`; there are str, int"
+    )
+    with pytest.raises(TypeError, match=says):
+        Tool.of(price)
+    price.__annotations__["item"] = str
+    with pytest.raises(TypeError, match=r"parameter days has no annotation.*`days: int`"):
+        Tool.of(price)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "5"])
+def test_a_limit_that_lets_no_call_through_is_refused_when_the_tool_is_made(timeout_s):
+    with pytest.raises(ValueError, match=r"tool price: timeout_s must be more than 0 seconds .*found"):
+
+        @tool(timeout_s=timeout_s)
+        def price(item: str) -> str:
+            return item

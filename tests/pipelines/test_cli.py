@@ -154,6 +154,7 @@ def summary(**changes: object) -> dict[str, object]:
         "groups": books,
         "curve": [{"train_s": 1.0, "step": 1, "sampled": 0.5}],
         "evaluation_before": None,
+        "evaluation_after": None,
         **plain,
         **before_after,
         **changes,
@@ -276,7 +277,8 @@ def test_a_run_is_shown_by_its_summary_and_one_line_for_each_step(tmp_path: Path
         "greedy": [0, 0, 0, 0],
         "adapter": "gs://mine/run/adapters/40.1",
     }
-    found = summary(best=best, evaluations=[best, best])
+    nobody = {"sampled": [0, 0, 8, 0], "greedy": [0, 0, 0, 0]}
+    found = summary(best=best, evaluations=[best, best], evaluation_before=nobody, evaluation_after=best)
     (attempt.folder / "summary.json").write_text(json.dumps(found))
     step = {
         "success": 0.5,
@@ -295,6 +297,8 @@ def test_a_run_is_shown_by_its_summary_and_one_line_for_each_step(tmp_path: Path
     assert main(["show", str(tmp_path / "run"), "--steps", "3"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "tiny-0001-abc, step 80: all its steps are trained"
+    assert "held-out success   sampled  none of 8 questions answered -> 0.750" in printed
+    assert "                   greedy   not asked -> not asked" in printed
     said = "best adapter       40.1 with 0.750, of 2 that were evaluated: gs://mine/run/adapters/40.1"
     assert said in printed
     head = next(number for number, line in enumerate(printed) if line.lstrip().startswith("step "))
