@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.environment import find_named
+from environments.tasks import TaskList, task_file
 from environments.tools import run_blocking
+from environments.user_code import located
 from trajectories.schema import stream_seed
 
 R = TypeVar("R")
@@ -36,6 +38,12 @@ def require(module: str, extra: str) -> Any:
 def named(option: str, name: str) -> Callable[..., Any] | None:
     """The function that the option names as `module:name`; None if it names none. Raises ValueError."""
     return find_named(name, f"environment.options.{option} {name!r}") if name else None
+
+
+def own_tasks(tasks_file: str, held_out_file: str, seed: int) -> TaskList:
+    """The tasks of files that an option names, in `code.path`'s folder or else from the current one. Raises
+    TaskFileError."""
+    return task_file(located(tasks_file), seed=seed, held_out_file=located(held_out_file) if held_out_file else "")
 
 
 def held_out(question: str) -> bool:

@@ -17,6 +17,7 @@ from environments.environment import Action, Message
 from environments.tasks import TaskList, task_file
 from environments.tools import Score, ToolEnvironment
 from environments.turns import between_tags, opening
+from environments.user_code import located
 
 
 class Extraction(StrEnum):
@@ -95,7 +96,7 @@ class GSM8K:
             raise ValueError(
                 f"environment.options.extraction must be one of {', '.join(Extraction)}, found {self.extraction!r}"
             )
-        folder = self.folder.rstrip("/")
+        folder = located(self.folder.rstrip("/"))
         train, test = f"{folder}/train.jsonl", f"{folder}/test.jsonl"
         tasks = task_file(train, seed=self.seed, key="question", held_out_file=test)
         for place, row in zip(tasks.places, (*tasks.training, *tasks.held_out), strict=True):

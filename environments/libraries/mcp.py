@@ -14,15 +14,17 @@ import functools
 import json
 import logging
 import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource, find_named
-from environments.libraries import require
-from environments.tasks import task_file
+from environments.libraries import own_tasks, require
 from environments.tools import Score, Tool, ToolEnvironment, ToolError, call_either, describe
 from environments.turns import opening
+from environments.user_code import located
 from environments.verifiable import columns, judged
 
 _EXTRA = "mcp"
@@ -47,8 +49,8 @@ class MCP:
     """Address of a server that talks streamable HTTP, such as http://127.0.0.1:8000/mcp."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the command beside the few that the SDK hands on."""
-    cwd: str | None = None
-    """The command's working folder."""
+    cwd: str = "."
+    """The command's working folder, in `code.path`'s folder or else from the current one."""
     bearer_env: str = ""
     """Environment variable that holds the token which the address is called with."""
     shared: bool = False
@@ -86,7 +88,7 @@ class MCP:
         for name in ("call_timeout_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"environment.options.{name} must be above 0, found {getattr(self, name)}")
-        tasks = task_file(self.tasks_file, seed=self.seed, held_out_file=self.held_out_file)
+        tasks = own_tasks(self.tasks_file, self.held_out_file, self.seed)
         tasks.require(columns(self.prompt))
         object.__setattr__(self, "tasks", tasks)
         object.__setattr__(self, "score", find_named(self.reward, f"environment.options.reward {self.reward!r}"))
@@ -104,9 +106,8 @@ class MCP:
         mcp = require("mcp", _EXTRA)
         async with contextlib.AsyncExitStack() as stack:
             if self.command:
-                server: Any = mcp.StdioServerParameters(
-                    command=self.command[0], args=list(self.command[1:]), env=dict(self.env), cwd=self.cwd
-                )
+                command, *arguments = _leashed(self.command, cwd := located(self.cwd))
+                server: Any = mcp.StdioServerParameters(command=command, args=arguments, env=dict(self.env), cwd=cwd)
             else:
                 httpx = require("httpx2", _EXTRA)
                 token = {"Authorization": f"Bearer {os.environ[self.bearer_env]}"} if self.bearer_env else {}
@@ -120,6 +121,23 @@ class MCP:
     @property
     def where(self) -> str:
         return self.url or self.command[0]
+
+
+_LEASH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _leashed(command: Sequence[str], cwd: str) -> Sequence[str]:
+    """The command, such that it ends when this process is killed, even where it hangs and does not see that its input
+    ends (Linux). One that cannot be found stays as it is: the SDK says so."""
+    found = os.path.isfile(os.path.join(cwd, command[0])) if os.sep in command[0] else shutil.which(command[0])
+    if sys.platform != "linux" or not found:
+        return command
+    return [sys.executable, "-ISc", _LEASH, str(os.getpid()), *command]
 
 
 class Connection:

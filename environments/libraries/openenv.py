@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource
-from environments.libraries import SeededTasks, named, require
-from environments.tasks import task_file
+from environments.libraries import SeededTasks, named, own_tasks, require
 from environments.turns import between_tags, opening
 
 _EXTRA = "openenv"
@@ -62,11 +61,9 @@ class OpenEnv:
         addresses = [self.urls] if isinstance(self.urls, str) else list(self.urls)
         if not addresses or not all(url.startswith(("http://", "https://", "ws://", "wss://")) for url in addresses):
             raise ValueError(f"environment.options.urls must be http, https, ws or wss addresses, found {self.urls!r}")
-        tasks = (
-            task_file(self.tasks_file, seed=self.seed, held_out_file=self.held_out_file)
-            if self.tasks_file
-            else SeededTasks(self.seed)
-        )
+        tasks: TaskSource = SeededTasks(self.seed)
+        if self.tasks_file:
+            tasks = own_tasks(self.tasks_file, self.held_out_file, self.seed)
         object.__setattr__(self, "tasks", tasks)
         object.__setattr__(self, "addresses", addresses)
         object.__setattr__(self, "_client", require("openenv.core", _EXTRA).GenericEnvClient)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from environments.environment import Action, Message, StepResult, TaskSource, find_named
-from environments.libraries import Threaded, named
-from environments.tasks import task_file
+from environments.libraries import Threaded, named, own_tasks
 from environments.turns import opening
 
 
@@ -57,7 +56,7 @@ class Tunix:
             find_named(self.make_environment, f"environment.options.make_environment {self.make_environment!r}"),
         )
         object.__setattr__(self, "schemas", named("tool_schemas", self.tool_schemas))
-        tasks = task_file(self.tasks_file, seed=self.seed, held_out_file=self.held_out_file)
+        tasks = own_tasks(self.tasks_file, self.held_out_file, self.seed)
         object.__setattr__(self, "tasks", tasks)
 
     def make(self) -> TunixEnvironment:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from environments.calculator import evaluate, show
 from pipelines.attempts import Attempt
 from pipelines.cli import main
 from policy.chat import load_chat, load_tiny_chat
-from tests.end_to_end.stack import audit, headrace, steps
+from tests.end_to_end.stack import audit, gone, headrace, steps
 from tests.tools_page import write_shop
 
 OWN = Path(__file__).parents[2] / "examples" / "own"
@@ -61,6 +63,40 @@ def test_a_run_trains_on_an_agent_program_of_the_users(tmp_path: Path) -> None:
     with headrace(tmp_path / "run", "run", str(OWN / "agent_program.toml"), *SHORT) as stack:
         found = stack.finish(250)
     check_run(tmp_path / "run", found)
+
+
+def servers_of(mark: str) -> list[int]:
+    """Processes that run mcp_server.py with `mark` among their arguments."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if {b"mcp_server.py", mark.encode()} <= set((folder / "cmdline").read_bytes().split(b"\0")):
+                found.append(int(folder.name))
+    return [pid for pid in found if not gone(pid)]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_trains_with_the_tools_of_an_mcp_server_and_leaves_none(tmp_path: Path) -> None:
+    """One step, SIGKILL for the worker, two more: each worker's server ends with it."""
+    out, mark = tmp_path / "run", str(tmp_path)
+    command = f"environment.options.command={json.dumps([sys.executable, 'mcp_server.py', mark])}"
+    more = ("--set", command, "--set", "learner.steps=3", "--set", "evaluation.before=false")
+    with headrace(out, "run", str(OWN / "mcp_server.toml"), *SHORT, *more) as stack:
+        stack.until(lambda: len(stack.steps()) >= 1, 150, "a step")
+        first = servers_of(mark)
+        stack.kill("rollouts")
+        found = stack.finish(150)
+    audit(out, found)
+    assert (found["outcome"], found["step"], found["groups"]["failed"]) == ("steps", 3, 0)
+    assert len(first) == 1
+    assert servers_of(mark) == []
+    assert all(step["counts"]["tool_calls"] > 0 for step in steps(out))
+    dialogues = [json.loads(line)["tokens"] for line in (out / "latest" / "samples.jsonl").read_text().splitlines()]
+    calls = re.findall(r"<calc>(.*?)</calc><result>(.*?)</result>", "".join(map(load_tiny_chat().decode, dialogues)))
+    for expression, result in calls:
+        is_one = re.fullmatch(r"\d{1,5}[-+*]\d{1,5}", expression)
+        assert result == (show(evaluate(re.sub(r"\b0+(?=\d)", "", expression))) if is_one else "<error>"), expression
+    assert sum(result != "<error>" for _, result in calls) > 5
 
 
 @pytest.mark.timeout(300)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.stack import gone
 from tests.libraries.serving import free_port, start
 
 NAME = "mcp:MCP"
@@ -215,6 +217,41 @@ def test_whatever_a_tool_answers_is_a_bounded_observation(play, by_hand):
     for (answer,), (tool, expected) in zip(answers(play), shown.items(), strict=True):
         assert re.match(expected, answer) if expected.startswith("error") else answer == expected, tool
     assert episode.metrics == {"tool_calls": 10, "cut_outputs": 1, "refused_calls": 3, "tool_errors": 1}
+
+
+HANGING = """
+import asyncio, sys
+from environments.environment import EnvironmentSettings, load_environment
+from policy.chat import Action, ToolCall
+
+async def main():
+    options = {"tasks_file": sys.argv[1], "reward": "math:floor", "command": [sys.executable, sys.argv[2]]}
+    spec = load_environment(EnvironmentSettings("environments.libraries.mcp:MCP", options=options), seed=3)
+    environment = spec.make()
+    await environment.reset({"question": "1+1"}, episode_id="a", seed=0)
+    told = await environment.step(Action("", (ToolCall("note", {"text": "x"}),)))
+    print(told.messages[0].content, flush=True)
+    await environment.step(Action("", (ToolCall("hang", {}),)))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a hanging process when its parent is killed")
+def test_a_server_that_hangs_ends_when_its_worker_is_killed(tasks):
+    worker = subprocess.Popen([sys.executable, "-c", HANGING, tasks["tasks_file"], str(SERVER)], stdout=subprocess.PIPE)
+    try:
+        assert worker.stdout is not None
+        pid = int(worker.stdout.readline().partition(b":")[0])
+        time.sleep(0.5)  # the call has reached it
+        assert not gone(pid)
+    finally:
+        worker.kill()
+        worker.communicate()
+    deadline = time.monotonic() + 20
+    while not gone(pid):
+        assert time.monotonic() < deadline, "the server lives on"
+        time.sleep(0.05)
 
 
 def test_a_server_that_leaves_in_a_call_fails_the_episode(play, by_hand):
