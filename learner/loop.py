@@ -204,6 +204,9 @@ class Loop:
 
         self._turned_at = self._now
         self._progress_at = self._now
+        self._failing_since: float | None = None
+        """When the first group failed since one last ended otherwise, or trained."""
+        self._failed_in_a_row, self._newest_reason = 0, ""
         self._heard_at: float | None = None
         self._finished: dict[str, int] = {}
         self._line_at = self._advice_at = self._quiet_since = self._now
@@ -300,6 +303,7 @@ class Loop:
         self._startup_s = self._now - self._began_at
         self._training_since = self._quiet_since = self._now
         self._progress_at = self._now
+        self._not_failing()
         self._feeder.watch_anew(self._now)
         if len(self._buffer):
             self._stalls.start(self._now)
@@ -372,20 +376,25 @@ class Loop:
 
     def _watchdog(self) -> None:
         idle = self._now - self._progress_at
+        failing = 0.0 if self._failing_since is None else self._now - self._failing_since
         busy = self._in_device or (self._compiles is None and self._evaluation is None)
-        if (
-            busy
-            or idle < self._settings.no_progress_s
-            or self._phase
-            not in (
-                Phase.PREPARING,
-                Phase.TRAINING,
-                Phase.EVALUATING,
-            )
-        ):
+        if busy or self._phase not in (Phase.PREPARING, Phase.TRAINING, Phase.EVALUATING):
             return
-        self._end(Ending.NO_PROGRESS, f"no progress for {idle:.0f} s: {self._missing()}")
-        self._p.say(self._why)
+        if self._phase is Phase.TRAINING and failing >= self._settings.no_progress_s:
+            why = (
+                f"no progress for {failing:.0f} s: all {self._failed_in_a_row} groups that ended have failed, "
+                f"the newest because {self._newest_reason}"
+            )
+        elif idle >= self._settings.no_progress_s:
+            why = f"no progress for {idle:.0f} s: {self._missing()}"
+        else:
+            return
+        self._end(Ending.NO_PROGRESS, why)
+        self._p.say(why)
+
+    def _not_failing(self) -> None:
+        """A group ended otherwise, or trained: failures before it were no more than that."""
+        self._failing_since, self._failed_in_a_row = None, 0
 
     def _missing(self) -> str:
         if self._evaluation is not None:
@@ -474,6 +483,7 @@ class Loop:
             if intake is Intake.TAKEN:
                 self._buffer.add(closing, pack, self._step)
                 self._progress_at = self._now
+                self._not_failing()
                 self._tally.arrived_by_time[time_bucket(of_closing(closing).duration_s)] += 1
                 if waited_s is not None:
                     self._group_seconds.append(waited_s)
@@ -489,7 +499,6 @@ class Loop:
         if intake is not Intake.TAKEN:
             return
         statistics = of_verdict(verdict)
-        self._progress_at = self._now
         self._tally.episodes += statistics.members
         self._tally.ends.update(statistics.ends)
         self._ends.update(statistics.ends)
@@ -497,11 +506,16 @@ class Loop:
         if waited_s is not None:
             self._group_seconds.append(waited_s)
         if verdict.outcome is Outcome.FILTERED:
+            self._progress_at = self._now
+            self._not_failing()
             self._since_step.append(statistics)
             self._tally.recent.append((statistics.success, True))
             self._feeder.ended(verdict.group_id, statistics.success)
             return
         self._failed_since_step += 1
+        self._failed_in_a_row, self._newest_reason = self._failed_in_a_row + 1, verdict.reason
+        if self._failing_since is None:
+            self._failing_since = self._now
         if self._p.failures.ends_run and self._phase in (Phase.PREPARING, Phase.TRAINING):
             why = f"failures.policy is fail_fast, and group {verdict.group_id} failed: {verdict.reason}"
             self._p.say(f"stopping: {why}")
@@ -572,6 +586,7 @@ class Loop:
         self._state = done.state
         self._version = Version(self._step, self._p.incarnation)
         self._progress_at = self._now
+        self._not_failing()
         out = sum(group.in_flight for _, group in self._ledger.groups())
         self._lag.stepped(self._version, done.ended_at, out)
         evaluated = self._evaluation_due()

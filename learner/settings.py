@@ -67,7 +67,8 @@ class LearnerSettings:
     """Seconds after which a task that no worker holds is issued again; they count only while some worker lives. A task
     may wait this long for a free place in the job; after a death of all workers the learner is quicker by itself."""
     no_progress_s: float = 900.0
-    """Seconds without any sign of progress after which the learner gives up and says what is missing."""
+    """Seconds without any sign of progress after which the learner gives up and says what is missing: no episode ends,
+    or no group ends but by failing."""
     rows_per_call: int = 2
     """Rows of one bucket that one compiled call computes."""
     remat: Remat = Remat.ATTENTION

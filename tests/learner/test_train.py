@@ -329,6 +329,29 @@ def test_a_silent_job_is_given_up_with_the_reason(spec: LearnerSpec, tmp_path: P
     assert balances(summary_of(tmp_path)["groups"])
 
 
+@pytest.mark.parametrize("now_and_then", [False, True])
+def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_one_with_a_group_now_and_then_does_not(
+    spec: LearnerSpec, tmp_path: Path, now_and_then: bool
+) -> None:
+    spec = replace(spec, learner=replace(spec.learner, steps=3, no_progress_s=2.0))
+    habits = Habits(
+        latency_s=lambda task: 0.25 if now_and_then else 0.05,
+        failed=lambda task: task.group_id % 8 > 0 if now_and_then else task.group_id >= 3,
+        filtered=lambda task: False,
+    )
+    status, summary = run(spec, tmp_path, habits)
+    check_books(spec, tmp_path)
+    if now_and_then:  # it took longer than no_progress_s
+        assert (status, summary["step"]) == (0, 3)
+        assert summary["groups"]["failed"] > 50
+        return
+    assert (status, summary["outcome"], summary["step"]) == (3, "no_progress", 1)
+    assert "groups that ended have failed, the newest because" in summary["why"]
+    assert summary["why"].endswith("the browser is gone")
+    count = int(summary["why"].split("all ")[1].split()[0])
+    assert 9 < count <= summary["groups"]["failed"]
+
+
 def test_broken_messages_are_dead_letters_and_the_run_goes_on(spec: LearnerSpec, tmp_path: Path) -> None:
     publisher = publisher_client()
     for name in ("rows", "verdicts", "results", "heartbeats"):
