@@ -22,6 +22,7 @@ from policy.chat import Action, Message, ToolCall
 
 __all__ = [
     "Action",
+    "Checked",
     "Environment",
     "EnvironmentSettings",
     "EnvironmentSpec",
@@ -107,6 +108,15 @@ class Prepared(Protocol):
     def prepare(self) -> None:
         """Make what takes time, such as an index: called once in each worker process, beside the event loop, before the
         first episode. What it raises ends the process with its reason."""
+        ...
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """An EnvironmentSpec may be one: then `--dry-run` asks it what its episodes would lack on this machine."""
+
+    def check_machine(self) -> None:
+        """Raises ValueError that says what is not there, such as a program. Starts nothing."""
         ...
 
 

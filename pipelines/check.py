@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from environments.environment import Shown, load_environment
+from environments.environment import Checked, Shown, load_environment
 from environments.user_code import make_importable
 from learner.checkpoints import Checkpoints
 from learner.loop import Ending
@@ -64,6 +64,11 @@ def check(run: Run) -> str:
         tasks.eval_tasks(questions)
     except Exception as error:
         raise SettingsError(f"evaluation.questions is {questions}, and {where} cannot give as many: {error}") from error
+    if isinstance(spec, Checked) and not elsewhere:
+        try:
+            spec.check_machine()
+        except ValueError as error:
+            raise SettingsError(f"{where}: {error}") from error
     key = run.sampling.api_key_env
     if run.sampling.backend is Backend.REMOTE and key and not os.environ.get(key):
         raise SettingsError(f"sampling.api_key_env names {key}, which is not set: set it to the servers' API key")

@@ -11,9 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import logging
+import math
 import os
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -86,8 +90,10 @@ class MCP:
         if self.bearer_env and not os.environ.get(self.bearer_env):
             raise ValueError(f"environment.options.bearer_env names {self.bearer_env}, which is not set")
         for name in ("call_timeout_s", "start_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"environment.options.{name} must be above 0, found {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"environment.options.{name} must be above 0 seconds and have an end, found {getattr(self, name)}"
+                )
         tasks = own_tasks(self.tasks_file, self.held_out_file, self.seed)
         tasks.require(columns(self.prompt))
         object.__setattr__(self, "tasks", tasks)
@@ -96,6 +102,29 @@ class MCP:
 
     def make(self) -> MCPEnvironment:
         return MCPEnvironment(self, self._pool)
+
+    def prepare(self) -> None:
+        """See `environments.environment.Prepared`: a command that cannot start is told once, not by each episode."""
+        self.check_machine()
+
+    def check_machine(self) -> None:
+        """See `environments.environment.Checked`."""
+        if not self.command:
+            return
+        cwd, program = located(self.cwd), self.command[0]
+        named = f"environment.options.command `{shlex.join(self.command)}`"
+        if not os.path.isdir(cwd):
+            raise ValueError(f"environment.options.cwd {self.cwd!r}: there is no such folder, {os.path.abspath(cwd)}")
+        if os.sep in program:
+            found = shutil.which(os.path.abspath(os.path.join(cwd, program)))
+        else:
+            found = shutil.which(program, path=self.env.get("PATH"))
+        if not found:
+            where = f"in {os.path.abspath(cwd)}" if os.sep in program else "on PATH"
+            raise ValueError(f"{named}: there is no program {program!r} {where}")
+        script = _script(self.command)
+        if script and not os.path.isfile(os.path.join(cwd, script)):
+            raise ValueError(f"{named}: there is no file {script!r} in {os.path.abspath(cwd)}")
 
     def messages(self, payload: Mapping[str, Any]) -> Sequence[Message]:
         return opening(self.system, self.prompt.format_map(payload))
@@ -120,7 +149,24 @@ class MCP:
 
     @property
     def where(self) -> str:
-        return self.url or self.command[0]
+        """The server, for people: its address, or the command as it was written."""
+        command = shlex.join(self.command)
+        return self.url or f"`{command[:_SHOWN]}{'…' if len(command) > _SHOWN else ''}`"
+
+
+_SHOWN = 200
+"""Most characters of a command in a message."""
+_INTERPRETERS = re.compile(r"(python|pypy)[\d.]*|node|deno|bun|uv")
+_ELSEWHERE = ("-c", "-m", "-e", "--directory")
+"""Options after which a word that looks like a script need not be one, or lies in another folder."""
+
+
+def _script(command: Sequence[str]) -> str:
+    """The file that the command has an interpreter run; "" if that cannot be told from its words."""
+    if not _INTERPRETERS.fullmatch(os.path.basename(command[0])):
+        return ""
+    words = itertools.takewhile(lambda word: word not in _ELSEWHERE, command[1:])
+    return next((word for word in words if word.endswith((".py", ".js")) and not re.match(r"-|\w+:", word)), "")
 
 
 _LEASH = """

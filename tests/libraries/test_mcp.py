@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import math
 import os
 import re
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.check import check
+from pipelines.config import load_run
+from pipelines.settings import SettingsError
 from tests.end_to_end.stack import gone
 from tests.libraries.serving import free_port, start
 
@@ -175,6 +179,7 @@ def test_over_http_a_server_that_died_is_used_again_when_it_is_back(play, tasks)
         ({"command": ["x"], "url": "http://127.0.0.1:1/mcp"}, "one of command and url"),
         ({"url": "http://127.0.0.1:1/mcp", "bearer_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN, which is not set"),
         ({"url": "http://127.0.0.1:1/mcp", "call_timeout_s": 0}, "call_timeout_s must be above 0"),
+        ({"url": "http://127.0.0.1:1/mcp", "call_timeout_s": math.inf}, "call_timeout_s must be above 0"),
         ({"command": "python server.py"}, "command must be a list of texts, found 'python server.py'"),
         ({"command": ["x"], "allowed": "add"}, "allowed must be a list of texts, found 'add'"),
         ({"command": ["x"], "prompt": "{problem}"}, "it lacks 'problem'; it has question, answer"),
@@ -187,16 +192,51 @@ def test_what_cannot_be_is_said(play, tasks, options, says):
 
 
 def test_a_server_that_does_not_start_fails_the_episode(play, tasks):
-    spec = play.spec(NAME, **tasks, command=["no-such-command"])
+    spec = play.spec(NAME, **tasks, command=["no-such-command", "--port", "1"])
     episode = play(spec, ["2"])
     assert episode.status == "environment_error"
-    assert "no-such-command" in episode.error
+    assert "no-such-command --port 1" in episode.error
     silent = play.spec(
         NAME, **tasks, command=[sys.executable, "-c", "import time; time.sleep(60)"], start_timeout_s=1.0
     )
     assert "listed no tools within 1 s" in play(silent, ["2"]).error
     lacking = over_stdio(play, tasks, allowed=["subtract"])
     assert "has no tool subtract; it has add" in play(lacking, ["2"]).error
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["pyhton", "server.py"], r"command `pyhton server\.py`: there is no program 'pyhton' on PATH"),
+        (["./serve", "x"], r"no program '\./serve' in .*/mine"),
+        ([sys.executable, "servr.py", "--log", "log.js"], r"no file 'servr\.py' in .*/mine"),
+        ([sys.executable, "/nowhere/server.py"], r"no file '/nowhere/server\.py'"),
+        ([sys.executable, "server.py", "--out", "written.py"], ""),
+        ([sys.executable, "-m", "server", "written.py"], ""),
+        ([sys.executable, "https://example.org/server.js"], ""),
+        (["env", "x.py"], ""),  # what it is to `env` is not known here
+    ],
+)
+def test_a_command_that_cannot_start_is_found_without_starting_it(play, tasks, tmp_path, monkeypatch, command, says):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "server.py").write_text("raise SystemExit('started')\n")
+    monkeypatch.setattr("environments.user_code._folder", tmp_path / "mine")
+    spec = play.spec(NAME, **tasks, command=command)
+    for look in (spec.check_machine, spec.prepare):
+        if says:
+            with pytest.raises(ValueError, match=says):
+                look()
+        else:
+            look()
+
+
+def test_the_dry_run_finds_a_misspelt_program(monkeypatch):
+    monkeypatch.setattr("environments.user_code._folder", None)  # and what the run file names ends with the test
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = Path(__file__).parents[2] / "examples" / "own" / "mcp_server.toml"
+    run = load_run(str(file), ['environment.options.command=["pyhton", "mcp_server.py"]'])
+    with pytest.raises(SettingsError, match="there is no program 'pyhton' on PATH"):
+        check(run)
 
 
 def test_whatever_a_tool_answers_is_a_bounded_observation(play, by_hand):
