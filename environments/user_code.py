@@ -59,7 +59,8 @@ def make_importable(url: str) -> None:
         folder = Path(url)
         if not folder.is_dir():
             raise CodeError(f"code.path must be a folder, found nothing at {url}")
-        if lacking := missing(requirements_of(folder), unreadable=False):
+        required = requirements_of(folder)
+        if lacking := missing([_local_name(line, folder) or line for line in required], unreadable=False):
             raise CodeError(
                 f"code.path {url} requires {', '.join(lacking)}, which this Python lacks: install it, for example with "
                 f"`python -m environments.user_code {url}`"
@@ -183,6 +184,25 @@ def _met(line: str, if_unreadable: bool) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return wanted.specifier.contains(version, prereleases=True)
+
+
+def _local_name(line: str, folder: Path) -> str:
+    """The name under which the package is installed whose source folder the requirement names, such as ./my_package;
+    "" for what is no such line, and where the folder does not say it. Raises CodeError if there is no such folder."""
+    path = folder / re.sub(r"\[[^]]*\]$", "", line)
+    if not line.startswith(("./", "../", "/")) or re.search(r"[\s;#]", line):  # a marker or fragment is pip's to read
+        return ""
+    if path.is_file() or path.resolve() == folder.resolve():
+        return ""
+    if not path.is_dir():
+        raise CodeError(f"code.path {folder} requires {line}, found no such file or folder")
+    try:
+        project = tomllib.loads((path / "pyproject.toml").read_text()).get("project", {})
+    except FileNotFoundError:
+        return ""
+    except tomllib.TOMLDecodeError as error:
+        raise CodeError(f"{path / 'pyproject.toml'}: it is no TOML: {error}") from error
+    return str(project.get("name", ""))
 
 
 def install(folder: Path, lacking: Sequence[str], target: Path | None = None) -> None:

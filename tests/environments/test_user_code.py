@@ -174,6 +174,23 @@ def test_what_a_folder_on_this_machine_lacks_is_said_and_not_installed(folder):
         make_importable(str(folder / "none"))
 
 
+def test_a_package_folder_that_is_required_is_looked_for_by_the_name_it_installs(tmp_path, monkeypatch):
+    monkeypatch.setattr(user_code, "_folder", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    listed = tmp_path / "requirements.txt"
+    for name in ("nobody-has-this", "numpy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pyproject.toml").write_text(f'[project]\nname = "{name}"\nversion = "1.0"\n')
+    listed.write_text("./numpy\n./nobody-has-this[more]\n")
+    with pytest.raises(CodeError, match=r"requires nobody-has-this, which this Python lacks: install it"):
+        make_importable(str(tmp_path))
+    listed.write_text("./numpy\n./elsewhere; sys_platform == 'win32'\n.\n")
+    make_importable(str(tmp_path))
+    listed.write_text("./not-here\n")
+    with pytest.raises(CodeError, match=r"requires \./not-here, found no such file or folder"):
+        make_importable(str(tmp_path))
+
+
 def test_what_is_met_and_what_is_missing(tmp_path):
     lines = ["numpy", "numpy<1", "nobody-has-this", "pywin32; sys_platform == 'win32'", "git+https://example.com/x"]
     assert missing(lines) == ["numpy<1", "nobody-has-this", "git+https://example.com/x"]
