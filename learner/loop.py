@@ -236,6 +236,8 @@ class Loop:
             p.say(f"going on from step {self._step} as incarnation {p.incarnation}; groups: {groups}")
         if p.evaluation.before and p.evaluation.questions and self._tally.before is None:
             self._evaluation = self._evaluate("before training", self._version)
+        elif p.evaluation.after or p.evaluation.every_steps:
+            p.tasks.eval_tasks(p.evaluation.questions)  # that there are too few is told now, not after training
         if self._settings.steps:
             p.say(sizing(self._settings))
 

@@ -352,6 +352,19 @@ def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_one_with_a_group_n
     assert 9 < count <= summary["groups"]["failed"]
 
 
+def test_too_few_held_out_questions_are_told_before_training_and_not_after_it(
+    spec: LearnerSpec, tmp_path: Path
+) -> None:
+    class Few(Tasks):
+        def eval_tasks(self, count: int) -> list[dict[str, Any]]:
+            raise ValueError(f"there are 2 held-out tasks, asked for {count}")
+
+    spec = replace(spec, evaluation=EvaluationSettings(questions=3, before=False))
+    with Actors(spec), pytest.raises(ValueError, match="there are 2 held-out tasks, asked for 3"):
+        train(spec, Few(), tmp_path)
+    assert summary_of(tmp_path)["step"] == 0
+
+
 def test_broken_messages_are_dead_letters_and_the_run_goes_on(spec: LearnerSpec, tmp_path: Path) -> None:
     publisher = publisher_client()
     for name in ("rows", "verdicts", "results", "heartbeats"):
