@@ -1,4 +1,4 @@
-"""An evaluation that is killed half-way and begun again tells what an uninterrupted one does."""
+"""An evaluation that is interrupted or killed half-way and begun again tells what an uninterrupted one does."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def measured(text: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in ("seconds", "results")}
 
 
+def interrupt(stack: Stack) -> None:
+    """Ctrl-C: SIGINT for the command and all that it has started."""
+    pids = [stack.pid(name) for name in ("learner", "rollouts", "pubsub")]
+    for pid in (stack.process.pid, *pids):
+        os.kill(pid, signal.SIGINT)
+    assert stack.process.wait(60) == 130, stack.tail()
+    assert all(map(gone, pids))
+
+
 def kill_all(stack: Stack) -> None:
     pids = [stack.pid(name) for name in ("learner", "rollouts", "pubsub")]
     stack.process.kill()
@@ -49,7 +58,9 @@ def kill_all(stack: Stack) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_an_evaluation_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_goes_on_where_it_was_interrupted_or_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with headrace(whole, *COMMAND) as stack:
         stack.finish(200)
@@ -61,9 +72,15 @@ def test_an_evaluation_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytes
     assert len(lines(whole)) == EPISODES
 
     with headrace(cut, *COMMAND) as stack:
-        stack.until(lambda: (cut / "results.jsonl").exists() and len(lines(cut)) >= EPISODES // 3, 100, "a third")
+        stack.until(lambda: (cut / "results.jsonl").exists() and len(lines(cut)) >= EPISODES // 5, 100, "a fifth")
+        interrupt(stack)
+        begun = lines(cut)
+        assert f"{len(begun)} episodes have ended; the same command goes on with it" in stack.output
+    with headrace(cut, *COMMAND) as stack:
+        stack.until(lambda: len(lines(cut)) >= len(begun) + EPISODES // 8, 100, "more")
         kill_all(stack)
     before = lines(cut)
+    assert before[: len(begun)] == begun
     assert len(before) < EPISODES
     with (cut / "results.jsonl").open("ab") as file:
         file.write(b'{"episode":"eval-5')

@@ -1,6 +1,7 @@
 """Gymnasium's own toy worlds in words, and a text environment that a user has registered."""
 
 import gymnasium
+import numpy as np
 import pytest
 from gymnasium import spaces
 
@@ -96,3 +97,72 @@ def test_held_out_seeds_are_no_training_seeds(play):
 def test_an_environment_that_is_not_there_is_named(play):
     with pytest.raises(ValueError, match=r"FrozenLaek.*FrozenLake"):
         play.spec(NAME, id="FrozenLaek-v1")
+
+
+class Odd(gymnasium.Env):
+    """Its action space and what its step answers are the test's."""
+
+    observation_space = spaces.Dict({"board": spaces.MultiDiscrete([3, 3]), "note": spaces.Text(9)})
+
+    def __init__(self, space=None, answer=None):
+        self.action_space = space or spaces.Discrete(3, start=-1)
+        self.answer = answer
+
+    def reset(self, *, seed=None, options=None):
+        return {"board": np.array([0, 1]), "note": "x"}, {}
+
+    def step(self, action):
+        done = {"board": np.array([2, 2]), "note": str(action)}, 1.0, np.True_, False, {}
+        return done if self.answer is None else self.answer(*done)
+
+
+gymnasium.register("Odd-v0", Odd, disable_env_checker=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda seen, reward, done, cut, info: (seen, float("nan"), done, cut, info), "rewards must be finite"),
+        (lambda seen, reward, done, cut, info: (seen, "much", done, cut, info), "could not convert string to float"),
+        (lambda seen, reward, done, cut, info: (seen, None, done, cut, info), "TypeError"),
+        (lambda seen, reward, done, cut, info: (seen, reward, done, info), "not enough values to unpack"),
+        (lambda seen, reward, done, cut, info: (seen, reward, done, cut, None), "NoneType"),
+        (lambda seen, reward, done, cut, info: (seen, reward, np.array([1, 0]), cut, info), "ambiguous"),
+        (lambda seen, reward, done, cut, info: (seen, reward, done, cut, {"success": np.array([1, 0])}), "ambiguous"),
+        (lambda seen, reward, done, cut, info: None, "NoneType"),
+    ],
+)
+def test_an_odd_answer_fails_its_episode_and_says_what_it_is(play, answer, says):
+    spec = play.spec(NAME, id="Odd-v0", kwargs={"answer": answer})
+    episode = play(spec, ["<action>1</action>"])
+    assert (episode.status, episode.reward, episode.success) == ("environment_error", 0.0, False)
+    assert says in episode.error
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(-1, 1, (2,)),
+        spaces.MultiDiscrete([2, 2]),
+        spaces.MultiBinary(2),
+        spaces.Dict({"move": spaces.Discrete(2)}),
+        spaces.Tuple((spaces.Discrete(2), spaces.Text(3))),
+        spaces.Sequence(spaces.Discrete(2)),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_a_space_that_has_no_words_needs_a_function(play, space):
+    spec = play.spec(NAME, id="Odd-v0", kwargs={"space": space})
+    episode = play(spec, ["<action>1</action>"])
+    assert episode.status == "environment_error"
+    assert f"environment.options.act must name a function that makes actions of {space} from text" in episode.error
+
+
+def test_observations_of_any_space_are_shown_and_numbers_may_be_below_0(play):
+    spec = play.spec(NAME, id="Odd-v0", actions=["back", "stay", "forth"])
+    episode = play(spec, ["<action>2</action>", "<action>Back</action>"])
+    assert (episode.status, episode.success, episode.metrics["invalid_actions"]) == ("completed", True, 1)
+    (messages, _), (refused,) = play.chat.shown
+    assert messages[0].content == "{'board': array([0, 1]), 'note': 'x'}"
+    assert refused.content == "error: '2' is no action of Discrete(3, start=-1)"
+    assert play(spec, ["<action>-1</action>"]).success
