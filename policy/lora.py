@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,13 +151,22 @@ def project(x: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> 
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def project_columns(x_IN: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any) -> Any:
-    """`project` of a fused layer, on columns: y_ON for W [out, in], a [R, in] and b [out, R]; the same sums in another
+def project_columns(x_IN: Any, weight: Any, adapter: dict[str, Any] | None, scale: Any, widths: Sequence[int]) -> Any:
+    """`project` of a fused layer, on columns: y_ON for W [out, in], whose outputs are those of projections of `widths`,
+    one behind the other, and for an adapter as `policy.transformer.fuse_adapter` lays it out; the same sums in another
     order."""
     y = multiply_columns(weight, x_IN)
     if adapter is not None:
-        inner = multiply_columns(adapter["a"].astype(x_IN.dtype), x_IN) * scale
-        y = y + multiply_columns(adapter["b"].astype(x_IN.dtype), inner)
+        a_RI, b_Gwr = (adapter[part].astype(x_IN.dtype) for part in ("a", "b"))
+        blocks, width, rank = b_Gwr.shape
+        inner_RN = multiply_columns(a_RI, x_IN) * scale
+        if blocks == 1:
+            return y + multiply_columns(b_Gwr[0], inner_RN)
+        inner_MrN = inner_RN.reshape(len(widths), rank, -1)
+        each = [
+            jnp.broadcast_to(inner, (of // width, *inner.shape)) for inner, of in zip(inner_MrN, widths, strict=True)
+        ]
+        y = y + jnp.einsum("gwr,grn->gwn", b_Gwr, jnp.concatenate(each)).reshape(y.shape)
     return y
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -433,8 +434,8 @@ class Block(nnx.Module):  # type: ignore[misc]  # JAX and flax are not part of t
 
         def linear_columns(x_IN: Array, *names: str) -> tuple[Array, ...]:
             group = _GROUPS[names]
-            y_ON = project_columns(x_IN, getattr(self, group)[...], share.get(group), lora_scale)
             widths = [config.layer_shapes()[name][1] for name in names]
+            y_ON = project_columns(x_IN, getattr(self, group)[...], share.get(group), lora_scale, widths)
             return tuple(jnp.split(y_ON, np.cumsum(widths)[:-1]))
 
         def mlp(x: Array) -> Array:
@@ -519,10 +520,10 @@ def fuse_layers(params: Params) -> Params:
 
 
 def fuse_adapter(config: ModelConfig, share: Adapter | None) -> Adapter | None:
-    """One layer's share of an adapter for a fused layer, numpy: {group: {"a": [R, in], "b": [out, R]}}.
+    """One layer's share of an adapter for a fused layer, numpy: {group: {"a": [M r, in], "b": [G, width, r]}}.
 
-    The R = rank × targets columns of "b" are zero but for the target that they belong to, so that the group's
-    update is two products and the sum of the targets' own.
+    A group's M projections lie one behind the other in "a". Of "b", each block of `width` outputs, the largest that
+    divides all of the group's projections, belongs to one of them. A projection without an adapter has zeros.
     """
     if share is None:
         return None
@@ -531,17 +532,17 @@ def fuse_adapter(config: ModelConfig, share: Adapter | None) -> Adapter | None:
         present = [name for name in names if name in share]
         if not present:
             continue
-        a_RI = np.concatenate([np.asarray(share[name]["a"]).T for name in present])
-        b_OR = np.zeros((sum(config.layer_shapes()[name][1] for name in names), len(a_RI)), a_RI.dtype)
-        row = column = 0
-        for name in names:
-            width = config.layer_shapes()[name][1]
-            if name in share:
-                b = np.asarray(share[name]["b"]).T
-                b_OR[row : row + width, column : column + b.shape[1]] = b
-                column += b.shape[1]
-            row += width
-        fused[group] = {"a": a_RI, "b": b_OR}
+        shapes = config.layer_shapes()
+        rank = share[present[0]]["a"].shape[1]
+        width = math.gcd(*(shapes[name][1] for name in names))
+
+        def part(name: str, which: str, shape: tuple[int, int]) -> NDArray[Any]:
+            return np.asarray(share[name][which]).T if name in share else np.zeros(shape, np.float32)
+
+        fused[group] = {
+            "a": np.concatenate([part(name, "a", (rank, shapes[name][0])) for name in names]),
+            "b": np.concatenate([part(name, "b", (shapes[name][1], rank)) for name in names]).reshape(-1, width, rank),
+        }
     return fused
 
 

@@ -1,12 +1,13 @@
 """Adapters: the base exactly at the start, the same from the same seed, unmerged equal to merged."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from policy.families import PROJECTIONS
 from policy.lora import LoraSettings, adapter_shapes, init_adapter, layer_adapter, zero_adapter
-from policy.transformer import ModelConfig, hidden_states, visible
+from policy.transformer import ModelConfig, fuse_adapter, fuse_layers, hidden_states, visible
 
 CONFIG = ModelConfig(vocab_size=19, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=24)
 SETTINGS = LoraSettings(rank=4, alpha=12.0)
@@ -48,7 +49,7 @@ def test_init_is_a_pure_function_of_the_seed():
     np.testing.assert_allclose(wide.std(), 512**-0.5, rtol=0.05)
 
 
-@pytest.mark.parametrize("targets", [SETTINGS.targets, ("q_proj", "down_proj")])
+@pytest.mark.parametrize("targets", [SETTINGS.targets, ("q_proj", "down_proj"), ("v_proj", "up_proj")])
 def test_unmerged_equals_merged(targets):
     settings = LoraSettings(rank=4, alpha=12.0, targets=targets)
     params, generator = random_params(), np.random.default_rng(1)
@@ -64,6 +65,9 @@ def test_unmerged_equals_merged(targets):
     unmerged = run(params, adapter, settings.scale)
     np.testing.assert_allclose(unmerged, run({**params, "layers": merged}, None), rtol=1e-4, atol=1e-5)
     assert np.abs(unmerged - run(params, None)).max() > 1e-2
+    shares = [fuse_adapter(CONFIG, layer_adapter(adapter, i)) for i in range(CONFIG.num_layers)]
+    fused = run(fuse_layers(params), jax.tree.map(lambda *parts: np.stack(parts), *shares), settings.scale)
+    np.testing.assert_allclose(fused, unmerged, rtol=1e-4, atol=1e-5)
 
 
 def test_shapes_follow_the_layer():
