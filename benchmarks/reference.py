@@ -22,7 +22,8 @@ class Reference:
         """Returns when it is ready. `environment` is added to this process's."""
         self._script = script
         self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).with_name(script)), *arguments],
+            # -P: modules beside the script must not take the place of those that its libraries look for.
+            [str(python), "-P", str(Path(__file__).with_name(script)), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

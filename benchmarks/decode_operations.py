@@ -3,7 +3,7 @@
 SmolLM2-135M in float32, rows in the middle of their context. Threads' times are added up; what of the call's time no
 thread spends in an operation is `idle`, for the calling thread as for the others.
 
-    python -m benchmarks.kernels --rows 1 --json     # in the repository's root
+    python -m benchmarks.decode_operations --rows 1 --json     # in the repository's root
 """
 
 from __future__ import annotations
