@@ -37,7 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     keep_freed_memory()
     result = measure(args.rows, args.top)
-    print(f"call {result['call_ms']:.2f} ms, in {result['kernels']:.0f} operations; idle {result['idle_ms']:.2f} ms")
+    print(f"call {result['call_ms']:.2f} ms, in {result['executed']:.0f} operations; idle {result['idle_ms']:.2f} ms")
     for one in result["operations"]:
         print(f"{one['ms']:8.2f} ms {one['calls']:6.0f} x {one['operation']}")
     if args.json:
@@ -85,7 +85,7 @@ def measure(rows: int, top: int) -> dict[str, Any]:
         "rows": rows,
         "call_ms": 1e3 * statistics.median(seconds),
         "idle_ms": (1e9 * traced_s - covered(spans)) / 1e6 / CALLS,
-        "kernels": len(spans) / CALLS,
+        "executed": len(spans) / CALLS,
         "operations": [
             {"operation": name, "ms": ns / 1e6 / CALLS, "calls": count[name] / CALLS}
             for name, ns in total.most_common(top)

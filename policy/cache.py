@@ -160,20 +160,17 @@ def decode(
                 seen_n11T = _seen(config, layer, column, at_n1)[:, None, None]
                 if size > 1:
                     _put(segment, layer, k_nKd, v_nKd, positions[part])
+                    weights = attention_weights(
+                        _scores(q_nKGd, segment["k"][layer]), seen_n11T, config.attention_softcap
+                    )
+                    outputs.append(jnp.einsum("nkgt,nktd->nkgd", weights, segment["v"][layer]))
                 else:
                     later.append((segment, layer, k_nKd, v_nKd, offset))
-                keys, values = segment["k"][layer], segment["v"][layer]
-                scores = _scores(q_nKGd, keys)
-                if size > 1:
-                    weights = attention_weights(scores, seen_n11T, config.attention_softcap)
-                    outputs.append(jnp.einsum("nkgt,nktd->nkgd", weights, values))
-                    continue
-                k, v = (x[:, :, None].astype(keys.dtype) for x in (k_nKd, v_nKd))
-                own_n11T = (column == at_n1)[:, None, None]
-                scores = jnp.where(own_n11T, (q_nKGd * k).sum(-1, keepdims=True), scores)
-                weights = attention_weights(scores, seen_n11T, config.attention_softcap)
-                cached = jnp.einsum("nkgt,nktd->nkgd", jnp.where(own_n11T, 0.0, weights), values)
-                outputs.append(cached + jnp.where(own_n11T, weights, 0.0).sum(-1, keepdims=True) * v)
+                    own_n11T = (column == at_n1)[:, None, None]
+                    cached = segment["k"][layer], segment["v"][layer]
+                    outputs.append(
+                        _attend_beside(q_nKGd, k_nKd, v_nKd, *cached, own_n11T, seen_n11T, config.attention_softcap)
+                    )
             # The cache is float32; what goes on is of the model's type, as in the learner.
             return jnp.concatenate(outputs).reshape(q_S1Hd.shape).astype(q_S1Hd.dtype)
 
@@ -207,6 +204,25 @@ def decode(
     else:
         cache, _, draws = lax.fori_loop(0, steps, step, carry)
     return (cache, *draws)
+
+
+def _attend_beside(
+    q_nKGd: Array,
+    k_nKd: Array,
+    v_nKd: Array,
+    keys_nKPdb: Array,
+    values_nKTd: Array,
+    own_n11T: Array,
+    seen_n11T: Array,
+    softcap: float | None,
+) -> Array:
+    """o_nKGd over the cached positions and the token's own key and value, which are not in the cache yet and take the
+    place of what it holds at `own_n11T`."""
+    k_nK1d, v_nK1d = (x[:, :, None].astype(values_nKTd.dtype) for x in (k_nKd, v_nKd))
+    scores = jnp.where(own_n11T, (q_nKGd * k_nK1d).sum(-1, keepdims=True), _scores(q_nKGd, keys_nKPdb))
+    weights = attention_weights(scores, seen_n11T, softcap)
+    cached = jnp.einsum("nkgt,nktd->nkgd", jnp.where(own_n11T, 0.0, weights), values_nKTd)
+    return cached + jnp.where(own_n11T, weights, 0.0).sum(-1, keepdims=True) * v_nK1d
 
 
 def _put(segment: Segment, layer: int, k_nKd: Array, v_nKd: Array, at_n: Array) -> None:

@@ -179,7 +179,11 @@ if os.getppid() == int(sys.argv[1]):
 
 def _leashed(command: Sequence[str], cwd: str) -> Sequence[str]:
     """The command, such that it ends when this process is killed, even where it hangs and does not see that its input
-    ends (Linux). One that cannot be found stays as it is: the SDK says so."""
+    ends (Linux). One that cannot be found stays as it is: the SDK says so.
+
+    The kernel sends the signal when the thread that started the command ends: that is the event loop's, as old as the
+    episodes.
+    """
     found = os.path.isfile(os.path.join(cwd, command[0])) if os.sep in command[0] else shutil.which(command[0])
     if sys.platform != "linux" or not found:
         return command
